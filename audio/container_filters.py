@@ -317,10 +317,15 @@ def _ogg(reader: ByteReader) -> Iterator[bytes]:
     """The pages of audio streams; pages of other streams are left out."""
     # By serial number, each audio stream that has not ended: its codec, and the number of its packets so far.
     streams: dict[bytes, tuple[bytes, int]] = {}
+    follows_first_page = True
     while len(head := reader.read_all(27)) == 27:
         segments = reader.read_all(head[26])
         body = reader.read_all(sum(segments))
         stream, is_continued, is_first, is_last = head[14:18], head[5] & 1, head[5] & 2, head[5] & 4
+        if is_first and not follows_first_page:
+            # Streams that belong together begin together: those before have ended, even if no page says so.
+            streams.clear()
+        follows_first_page = bool(is_first)
         if is_first and (codec := next((magic for magic in OGG_AUDIO if body.startswith(magic)), None)):
             streams[stream] = codec, 0
         if head[:4] != b"OggS" or len(streams) > MAX_OGG_STREAMS:

@@ -145,8 +145,8 @@ class DecodeResult:
     keep_from: int | None = None
     # The text of an error that ends this stream alone.
     error: str | None = None
-    # The runner has suspended the task (of an upload, or of a live stream that is being recovered). The plan of a later
-    # step must contain the task again.
+    # The runner has suspended the task: of an upload, of a live stream that is being recovered, or of a stream whose
+    # keywords are still being prepared. The plan of a later step must contain the task again.
     unfinished: bool = False
     # Windowed models: number of new positions for the stream's next step; None: unchanged.
     stride: int | None = None

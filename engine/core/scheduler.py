@@ -5,7 +5,7 @@ those with work, and the pools of slots, pages and rows of the encoder cache. Th
 each stream has *available* and *computed* positions, and a step computes positions between them within its budgets.
 Live streams go first, ordered by the arrival of their oldest uncomputed audio; uploads use the rest. A stream without
 work is in no queue and costs nothing. A slot, cache rows and, without parking, pages are reserved at admission, so no
-stream waits for another to end: admission instead of preemption.
+stream waits for another to end: admission instead of preemption. With parking, pages are shared in turns.
 
 `Planner` fills the plan of one step with the positions each stream computes and the items to prepare for them. The
 scheduler makes one planner per step and gives it the queues of streams, the most urgent first. A step has two budgets:
@@ -13,10 +13,12 @@ positions to compute, and rows of the encoder cache to prepare (`Limits`). A str
 the budgets allows; with none it waits for the next step. A windowed model reads the window of an upload whole or not at
 all.
 
-Parking: with `Limits.resident_streams` there may be more streams than the device has pages for. Then a stream that has
-been silent for a while is *parked*: its pages go to host memory. When it has work it is brought back, in place of the
-stream that has been silent for longest, and computed when its pages have arrived (`Moves`). A stream with reserved
-pages on the device is *resident*.
+Parking: with `Limits.resident_streams` there may be more streams than the device has pages for. A stream gets pages
+when it first has work. A stream that has been silent for a while may be *parked*: its pages go to host memory. When it
+has work it is brought back, in place of the stream that has been silent for longest, and computed when its pages have
+arrived (`Moves`). If no stream is silent, a live stream takes the place of an upload, or, when it has waited for
+`TURN_NS`, that of the live stream that has been on the device for longest. A stream with reserved pages on the device
+is *resident*.
 
 Recovery: a frame-synchronous stream whose engine was lost is opened with the tokens that are known. While its next
 positions repeat these tokens it is *rebuilding*. It is *recovering* until it has also caught up with its audio. Crash
@@ -59,6 +61,7 @@ from engine.messages import Closed, Failed, Flushed, Item, Open, Output
 from engine.spec import ModelSpec, Vocabulary
 
 _oldest_first = attrgetter("waiting_since")
+_resident_for_longest = attrgetter("resident_since")
 # Streams that have caught up stay `recovering` while others are rebuilt. After this many steps without progress of a
 # rebuild they no longer do, since the audio of the others does not arrive.
 STALLED_STEPS = 100
@@ -67,6 +70,11 @@ MAX_CATCH_UP_POSITIONS = 4
 # A stream may be parked when its last audio to compute arrived this long ago. Silence is skipped only after seconds, so
 # a stream whose silence is skipped may be parked at once.
 PARKED_AFTER_NS = 1_000_000_000
+# If more live streams have work than there is room for, each may use the device for this long at a time; the others
+# wait for at least as long.
+TURN_NS = 2_000_000_000
+# A copy takes milliseconds. One that has not ended after this time never will: the engine must be replaced.
+COPY_LIMIT_NS = 20_000_000_000
 # Pages are kept free for one in `KEPT_FREE_DIVISOR` resident streams, for at most `MAX_KEPT_FREE`, so that a stream
 # with new speech need not wait until another is parked. Uploads may not use them.
 MAX_KEPT_FREE, KEPT_FREE_DIVISOR = 8, 16
@@ -363,11 +371,6 @@ def _rebuild_order(stream: Stream) -> tuple[bool, int]:
     return not stream.spoke_lately, stream.forced_until - stream.computed
 
 
-def _waiting_order(stream: Stream) -> tuple[bool, bool, int]:
-    """Sort key of streams that need their pages: live streams before uploads, rebuilds later, then by arrival."""
-    return not stream.live, stream.is_rebuilding, stream.waiting_since
-
-
 class Scheduler:
     """All streams of an engine, the queues of those that have work, and the pools they share."""
 
@@ -393,15 +396,16 @@ class Scheduler:
         self.rebuilding: set[str] = set()  # streams whose next positions repeat known tokens
         # Those, and rebuilt streams until they have caught up with their audio and no other stream is being rebuilt.
         self.recovering: set[str] = set()
-        # Number of the last step that rebuilt something.
-        self._rebuilt_in = 0
+        # Steps that computed something since the last one that rebuilt something.
+        self._steps_without_rebuild = 0
         self.suspects: dict[str, range] = {}  # crash suspects, and the positions at which an engine died
         # Slots to open and to close in the next plan.
         self._opened: dict[int, OpenTask] = {}
         self._closed_slots: list[int] = []
         self._parks = limits.resident_streams is not None
-        # Streams for which pages are kept free.
-        self._kept_free = max(1, min(MAX_KEPT_FREE, (limits.resident_streams or 0) // KEPT_FREE_DIVISOR))
+        # Streams for which pages are kept free; an upload must fit beside them.
+        resident = limits.resident_streams or 0
+        self._kept_free = min(MAX_KEPT_FREE, max(1, resident // KEPT_FREE_DIVISOR), max(0, resident - 1))
         # With parking: streams with work that are not resident, and those whose pages are being brought back.
         self._waiting_for_pages: list[Stream] = []
         self._arriving: list[Stream] = []
@@ -426,8 +430,7 @@ class Scheduler:
         if not 0 <= delay <= spec.max_delay_positions:
             raise BadOption(name, f"a delay of {delay} positions; this model takes 0 to {spec.max_delay_positions}")
         self._check_capacity(name, message.live)
-        resident = self._can_reserve(self._kept_free if self._parks and not message.live else 0)
-        if resident:
+        if not self._parks:
             self._reserve()
         self._reserved_rows += spec.embeds_for(message.live)
         self._live_count += message.live
@@ -435,10 +438,8 @@ class Scheduler:
         if message.suspect is not None:
             self.suspects[name] = range(*message.suspect)
         cached = self.cache.open(name)
-        stream = Stream(message, slot, delay, spec, cached, self.pools, self._vocabulary, resident)
+        stream = Stream(message, slot, delay, spec, cached, self.pools, self._vocabulary, resident=not self._parks)
         self.streams[name] = stream
-        if self._parks and resident:
-            self._idle[name] = stream
         if message.forced_tokens:
             self.rebuilding.add(name)
             self.recovering.add(name)
@@ -559,8 +560,15 @@ class Scheduler:
             return True
         if not self._waiting_for_pages:
             return False
-        kept_free = 0 if any(stream.live for stream in self._waiting_for_pages) else self._kept_free
-        return self._can_reserve(kept_free) or self._next_to_park() is not None
+        first = min(self._waiting_for_pages, key=self._waiting_order)
+        return self._can_reserve(0 if first.live else self._kept_free) or self._next_to_park(first) is not None
+
+    @property
+    def waits_for_copies(self) -> bool:
+        """Whether the next plan has nothing to do but to see whether copies of pages are complete."""
+        if self.live or self.uploads_wait or self._opened or self._closed_slots:
+            return False
+        return bool(self._arriving or (self._waiting_for_pages and not self._parking_room))
 
     @property
     def live_waits(self) -> bool:
@@ -604,8 +612,8 @@ class Scheduler:
     @property
     def suspect_is_near(self) -> bool:
         """Whether the next step, or one that is not committed, may compute positions at which an engine died."""
-        streams = self.streams
-        return any(self._reach(streams[name]) > spot.start for name, spot in self.suspects.items())
+        suspects = ((self.streams[name], spot) for name, spot in self.suspects.items())
+        return any(stream.queued and self._reach(stream) > spot.start for stream, spot in suspects)
 
     def plan(
         self, live: bool = True, upload_positions: int | None = None, rebuild_positions: int | None = None
@@ -643,8 +651,6 @@ class Scheduler:
                 rebuilt.sort(key=_rebuild_order)
                 rebuilt = planner.add_rebuilt(rebuilt, rebuild_positions)
                 plan.rebuilt_positions = sum(task.end - task.start for task in plan.decode[first:])
-                if plan.rebuilt_positions:
-                    self._rebuilt_in = self._step
             self.live += rebuilt
             plan.live = len(plan.decode)
         if upload_positions != 0:
@@ -653,6 +659,8 @@ class Scheduler:
             self.uploads = planner.add_all(self.uploads, upload_positions)
         for stream in set_aside:
             (self.live if stream.live else self.uploads).append(stream)
+        if plan.decode:
+            self._steps_without_rebuild = 0 if plan.rebuilt_positions else self._steps_without_rebuild + 1
         self._planned |= {task.slot: task for task in plan.decode}
         return plan
 
@@ -784,7 +792,8 @@ class Scheduler:
             return
         if stream.id in self.rebuilding:
             self._end_rebuild(stream)
-        elif stream.is_caught_up and (not self.rebuilding or self._step - self._rebuilt_in > STALLED_STEPS):
+            stream.resident_since = self._now  # its turn begins
+        elif stream.is_caught_up and (not self.rebuilding or self._steps_without_rebuild > STALLED_STEPS):
             self.recovering.discard(stream.id)
 
     def _end_rebuild(self, stream: Stream) -> None:
@@ -820,60 +829,93 @@ class Scheduler:
         for group, pool in zip(self.spec.kv_groups, self.pools, strict=True):
             pool.reserve(group.ring_pages)
 
-    def _next_to_park(self) -> Stream | None:
-        """Return the stream that has been without work for longest; None if even that one had work within the last
-        `PARKED_AFTER_NS`."""
-        stream = next(iter(self._idle.values()), None)
-        return stream if stream is not None and self._now - stream.waiting_since >= PARKED_AFTER_NS else None
+    def _waiting_order(self, stream: Stream) -> tuple[bool, bool, int]:
+        """Sort key of streams that need their pages: live streams before uploads; rebuilds later, unless they have
+        waited for a turn; then by arrival."""
+        return not stream.live, stream.is_rebuilding and not self._has_waited(stream), stream.waiting_since
+
+    def _has_waited(self, stream: Stream) -> bool:
+        """Whether the stream's oldest uncomputed audio has waited for a turn."""
+        return self._now - stream.waiting_since >= TURN_NS
+
+    def _next_to_park(self, waiting: Stream | None = None) -> Stream | None:
+        """Return the next stream to park, for the stream `waiting` (None: to keep pages free); None if there is none.
+
+        It is the stream that has been without work for longest, if that is `PARKED_AFTER_NS`. For a live stream it may
+        also be an upload, or a stream whose turn is over.
+        """
+        silent = next(iter(self._idle.values()), None)
+        if silent is not None and self._now - silent.waiting_since >= PARKED_AFTER_NS:
+            return silent
+        if waiting is None or not waiting.live:
+            return None
+        # A stream with new pages has computed nothing since it came to the device: it is not moved without a use.
+        upload = next((stream for stream in reversed(self.uploads) if not stream.new_pages), None)
+        if upload is not None or not self._has_waited(waiting):
+            return upload
+        over = (
+            stream
+            for stream in (*self._idle.values(), *self.live)
+            if not (stream.new_pages or stream.is_rebuilding) and self._now - stream.resident_since >= TURN_NS
+        )
+        return min(over, key=_resident_for_longest, default=None)
 
     def _move_streams(self, plan: StepPlan) -> None:
         """Queue the streams whose pages have arrived. Bring streams with work back to the device, in `_waiting_order`,
-        and park silent ones for them and for the next ones. A stream that never had pages has nothing to copy and can
-        be computed by this plan."""
-        still_arriving: list[Stream] = []
-        for stream in self._arriving:
-            queue = self.live if stream.live else self.uploads
-            (queue if self.moves.is_restored(stream.slot) else still_arriving).append(stream)
-        self._arriving = still_arriving
+        and park others for them and for the next ones. A stream that never had pages has nothing to copy and can be
+        computed by this plan."""
+        arriving, self._arriving = self._arriving, []
+        for stream in arriving:
+            if self.moves.is_restored(stream.slot):
+                self._begin_turn(stream)
+            elif self._now - stream.resident_since < COPY_LIMIT_NS:
+                self._arriving.append(stream)
+            else:
+                raise RuntimeError(f"the pages of a stream have not arrived after {COPY_LIMIT_NS / 1e9:g} s")
         self._parking_room = min(self.limits.moves, self.moves.parking_room())
-        waiting: list[Stream] = []
-        queue = self._waiting_for_pages
-        for stream in sorted(queue, key=_waiting_order) if len(queue) > 1 else queue:
+        waiting, self._waiting_for_pages = self._waiting_for_pages, []
+        for stream in sorted(waiting, key=self._waiting_order) if len(waiting) > 1 else waiting:
             kept_free = 0 if stream.live else self._kept_free
             is_full = len(plan.restored) == self.limits.moves or len(self._arriving) == 2 * self.limits.moves
-            if is_full or not self._make_room(plan, kept_free):
-                waiting.append(stream)
+            if (is_full and stream.paged_until) or not self._make_room(plan, kept_free, stream):
+                self._waiting_for_pages.append(stream)
                 continue
             self._reserve()
             pages = stream.restore()
             if pages is None:
-                (self.live if stream.live else self.uploads).append(stream)
+                self._begin_turn(stream)
             else:
                 self.parked -= 1
                 plan.restored.append(MoveTask(stream.slot, pages))
+                stream.resident_since = self._now
                 self._arriving.append(stream)
-        self._waiting_for_pages = waiting
         # Keep pages free for the next streams.
         self._make_room(plan, self._kept_free - 1)
 
-    def _make_room(self, plan: StepPlan, kept_free: int) -> bool:
-        """Park silent streams until pages for one more stream can be reserved, with pages for `kept_free` others left.
-        False if too few streams may be parked."""
-        while not (has_room := self._can_reserve(kept_free)) and self._park_one(plan):
+    def _begin_turn(self, stream: Stream) -> None:
+        """The stream has its pages on the device: it can be computed."""
+        stream.resident_since = self._now
+        (self.live if stream.live else self.uploads).append(stream)
+
+    def _make_room(self, plan: StepPlan, kept_free: int, waiting: Stream | None = None) -> bool:
+        """Park streams until pages for one more stream can be reserved, with pages for `kept_free` others left. False
+        if too few streams may be parked for `waiting` (`_next_to_park`)."""
+        while not (has_room := self._can_reserve(kept_free)) and self._park_one(plan, waiting):
             pass
         return has_room
 
-    def _park_one(self, plan: StepPlan) -> bool:
-        """Park the stream that has been silent for longest; False if it has not been silent for long enough, or if the
-        plan can park no more."""
-        stream = self._next_to_park() if len(plan.parked) < self._parking_room else None
+    def _park_one(self, plan: StepPlan, waiting: Stream | None) -> bool:
+        """Park one stream; False if none may be parked, or if the plan can park no more."""
+        stream = self._next_to_park(waiting) if len(plan.parked) < self._parking_room else None
         if stream is None:
             return False
-        del self._idle[stream.id]
-        pages = stream.park()
-        if pages is not None:
-            self.parked += 1
-            plan.parked.append(MoveTask(stream.slot, pages))
+        if stream.queued:
+            (self.live if stream.live else self.uploads).remove(stream)
+            self._waiting_for_pages.append(stream)
+        else:
+            del self._idle[stream.id]
+        plan.parked.append(MoveTask(stream.slot, stream.park()))
+        self.parked += 1
         return True
 
     def _queue_if_due(self, stream: Stream) -> None:

@@ -412,8 +412,8 @@ class Stream:
     __slots__ = (
         "available", "base", "cached", "cached_rows", "catch_up_until", "clock", "computed", "delay", "encoded",
         "finished", "flushes", "forced_until", "id", "is_held", "live", "new_pages", "paged_until", "pauses",
-        "prune_at", "queued", "released", "resident", "rings", "slot", "spoke_lately", "stride", "text", "timeline",
-        "waiting_since",
+        "prune_at", "queued", "released", "resident", "resident_since", "rings", "slot", "spoke_lately", "stride",
+        "text", "timeline", "waiting_since",
     )  # fmt: skip
 
     def __init__(
@@ -459,6 +459,7 @@ class Stream:
         self.paged_until = 0 if self.rings else UNPAGED  # no position below this needs another page
         self.prune_at = start + PRUNE_EVERY_POSITIONS  # old items are removed when the window begins here
         self.resident = resident  # its pages are reserved on the device
+        self.resident_since = 0  # with parking: when its pages came to the device (ns, the clock of `waiting_since`)
         if resident:
             self.allocate_pages(start)
         self.text = StreamText(self, vocabulary)
@@ -481,17 +482,11 @@ class Stream:
             self.new_pages = self.new_pages + [(group, index, page) for index, page in ring.extend(end)]
         self.paged_until = min(ring.paged_until for ring in self.rings)
 
-    def park(self) -> list[list[int]] | None:
-        """Free the pages on the device; returns them by KV group, to be copied to host memory. None: no plan has used
-        them yet, so there is nothing to copy."""
+    def park(self) -> list[list[int]]:
+        """Free the pages on the device; returns them by KV group, to be copied to host memory."""
+        assert not self.new_pages, "a plan must have used the pages"
         self.resident = False
-        pages = [ring.park() for ring in self.rings]
-        if not self.new_pages:
-            return pages
-        for ring in self.rings:
-            ring.parked = ring.paged_until = 0
-        self.new_pages, self.paged_until = [], 0
-        return None
+        return [ring.park() for ring in self.rings]
 
     def restore(self) -> list[list[int]] | None:
         """Allocate pages on the device, which are reserved; returns the pages to copy the parked contents into, by KV

@@ -126,7 +126,7 @@ class Runner(ABC):
         A runner with `pauses_uploads` computes live tasks first and completely. Then it computes deferred tasks (those
         of uploads, and of live streams whose state must be rebuilt) piece by piece until `time_is_up`. It computes at
         least one piece, unless live tasks have used up the time. Deferred tasks that are not done have `unfinished`
-        results, and must be in the next plan that has uploads.
+        results, and must be in the next plan that has uploads. So have tasks of streams whose keywords are not ready.
         """
 
     def execute(self, plan: StepPlan) -> list[DecodeResult]:

@@ -27,8 +27,8 @@ token, the state is the bitwise complement (~) of its number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cached_property, lru_cache, partial
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -51,6 +51,8 @@ FULL_LETTERS = 5
 MAX_EDGES = 16_384
 # Number of keyword lists whose trees are cached for later streams with the same list.
 KEPT_TREES = 8
+# How long a step waits for keywords that are being prepared.
+KEYWORDS_WAIT_S = 0.002
 
 # States outside all keywords: a keyword may begin with the next letter, or only after a space.
 AT_WORD, IN_WORD = 0, 1
@@ -217,21 +219,32 @@ class KeywordTree:
 
 
 class LazyTree:
-    """A tree that is built at its first use, because not every opened stream has speech."""
+    """A tree that a thread builds when it is first needed, because not every opened stream has speech."""
 
-    def __init__(self, make: Callable[[], KeywordTree]) -> None:
-        self._make = make
+    def __init__(self, begin: Callable[[], Future[KeywordTree]]) -> None:
+        self._begin = begin
 
     @cached_property
+    def future(self) -> Future[KeywordTree]:
+        return self._begin()
+
+    @property
     def tree(self) -> KeywordTree:
-        return self._make()
+        """The tree; waits for it."""
+        return self.future.result()
+
+
+def wait_briefly(trees: Collection[Future[KeywordTree]]) -> None:
+    """Wait until a tree is ready: short lists are at once. Streams with a longer list wait alone for theirs."""
+    if trees:
+        wait(trees, KEYWORDS_WAIT_S, FIRST_COMPLETED)
 
 
 class KeywordTrees:
     """The keyword trees of one vocabulary, by the text of the `keywords` option.
 
-    The windowed runner and the second pass build a tree when a window is decoded (`lazy_tree`); the frame-synchronous
-    runner has it built by a thread (`tree_in_background`).
+    A thread builds them: for the frame-synchronous runner when a stream is opened (`tree_in_background`), for the
+    windowed runner and the second pass when there is a window to decode (`lazy_tree`).
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -248,7 +261,7 @@ class KeywordTrees:
 
     def lazy_tree(self, options: Mapping[str, str]) -> LazyTree | None:
         """A tree to build later, from options that were checked; None without keywords."""
-        return LazyTree(partial(self._tree, options["keywords"])) if "keywords" in options else None
+        return LazyTree(partial(self._future, options["keywords"])) if "keywords" in options else None
 
     def tree_in_background(self, options: Mapping[str, str]) -> Future[KeywordTree] | None:
         """A tree that another thread builds, once for all streams with this list, from options that were checked. None
@@ -301,9 +314,7 @@ class _Prefixes:
         self._worths: dict[bytes, float] = {b"": 0.0}
         whole: set[bytes] = set()
         for keyword in keywords:
-            initials = " ".join(word[:1].upper() + word[1:] for word in keyword.text.split(" "))
-            for text in {keyword.text, keyword.text.lower(), initials}:
-                variant = text.encode()
+            for variant in _variants(keyword.text):
                 self.variants.add(variant)
                 whole.add(variant.lower())
                 for length in range(1, len(variant) + 1):
@@ -330,7 +341,18 @@ class _Prefixes:
 
 
 def _check_option(option: str) -> None:
-    _Prefixes(read_keywords(option))
+    """Raises ValueError if the keywords have too many beginnings; only counts them."""
+    prefixes: set[bytes] = set()
+    for keyword in read_keywords(option):
+        for variant in {variant.lower() for variant in _variants(keyword.text)}:
+            prefixes.update(variant[:length] for length in range(len(variant) + 1))
+        _check_size(len(prefixes))
+
+
+def _variants(text: str) -> set[bytes]:
+    """A keyword as it may be written: as given, in lower case, with capital initials."""
+    initials = " ".join(word[:1].upper() + word[1:] for word in text.split(" "))
+    return {text.encode(), text.lower().encode(), initials.encode()}
 
 
 def _check_size(prefixes: int) -> None:

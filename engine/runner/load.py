@@ -32,7 +32,7 @@ from engine.runner.background import SmartTurnDetector, SpeakerEmbedder, Utteran
 from engine.runner.base import Runner
 from engine.runner.bias import KeywordTrees
 from engine.runner.device import compute_on_one_thread, free_memory, require_device, total_memory
-from engine.runner.frames.memory import MOVES, MemoryPlan
+from engine.runner.frames.memory import MemoryPlan
 from engine.runner.frames.runner import REBUILD_POSITIONS, RunnerSettings, VoxtralRunner
 from engine.runner.speech import DeviceSpeechDetector, SpeechDetector
 from engine.runner.windowed.decoder import Decode, compiled_decode
@@ -175,7 +175,7 @@ def frames_limits(memory: MemoryPlan) -> Limits:
         step_embeds=positions,
         rebuild_positions=REBUILD_POSITIONS,
         resident_streams=memory.resident if memory.parked else None,
-        moves=MOVES,
+        moves=memory.moves,
     )
 
 

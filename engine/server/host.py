@@ -110,11 +110,6 @@ class LoadReport:
         lags = [stream.available - stream.computed for stream in loop.scheduler.streams.values() if stream.live]
         status.lag_ms = 1000 * (max(lags, default=0) * spec.samples_per_position / spec.sample_rate + waited_s)
         status.speaking = sum(stream.speaking for stream in streams)
-        limits = loop.scheduler.limits
-        if limits.resident_streams is not None:
-            # An upload keeps its pages on the device as long as it has something to compute.
-            uploads = sum(not stream.live for stream in loop.scheduler.streams.values())
-            status.active_total = max(0, limits.resident_streams - uploads)
         recent = [stream for stream in streams if stream.live and stream.last_active_at > now - COUNTED_SECONDS]
         status.counted = len(recent) if len(recent) < MANY_STREAMS else self._expected(recent, loop, now)
         status.steps = totals.steps
@@ -348,6 +343,8 @@ class CommandIntake:
 
 # How long an acknowledgement may wait to be sent together with outputs.
 ACK_SECONDS = 0.02
+# How long to wait when there is nothing to do but to see whether copies of pages are complete.
+COPY_SECONDS = 0.001
 # Intervals of the reports of streams' progress and of the engine's load.
 PROGRESS_SECONDS = 0.04
 STATUS_SECONDS = 0.08
@@ -356,8 +353,8 @@ ITEMS_A_POSITION = 2
 MIN_ITEMS = 256
 # How many commands without audio count as one item: with appends of 20 ms a position comes with four saved handoffs.
 COMMANDS_AN_ITEM = 4
-# Longest time spent on applying commands before the next step. Opening a stream with many keywords takes a third of a
-# second; an engine that opened many at once would be silent for so long that gateways give it up.
+# Longest time spent on applying commands before the next step. Opening a stream may take milliseconds (a long list of
+# keywords, a saved state); an engine that opened many at once would be silent for so long that gateways give it up.
 APPLY_SECONDS = 0.1
 # Longest time spent on receiving messages before the next step.
 RECEIVE_SECONDS = 0.02
@@ -410,7 +407,7 @@ class EngineHost:
         """Run until `stop` returns True or the engine has drained. Raises EngineDead if the loop fails for all
         streams."""
         while not stop() and not (drain is not None and drain.is_requested() and self.drain(drain.seconds)):
-            self._socket.wait(0 if self._loop.has_work() or self._has_batches() else self._wait_seconds())
+            self._socket.wait(0 if self._has_batches() else self._wait_seconds())
             self.tick()
 
     def drain(self, seconds: float) -> bool:
@@ -440,7 +437,9 @@ class EngineHost:
             raise EngineDead(dead)
 
     def _wait_seconds(self) -> float:
-        """How long to wait for a message when there is nothing to do."""
+        """How long to wait for a message before the next tick."""
+        if self._loop.has_work():
+            return COPY_SECONDS if self._loop.waits_for_copies else 0
         unacknowledged = any(peer.numbering.accepted > peer.acknowledged for peer in self.peers.values())
         return ACK_SECONDS if unacknowledged or self._loop.waits_for_results else BEAT_SECONDS / 4
 

@@ -332,6 +332,11 @@ class EngineLoop:
         return 0 if self.scheduler.spec.rereads_window else self._rebuild.positions_under_way
 
     @property
+    def waits_for_copies(self) -> bool:
+        """Whether the next step has nothing to do but to see whether copies of pages are complete."""
+        return self.scheduler.waits_for_copies and not any(launched.plan.decode for launched in self.launched)
+
+    @property
     def waits_for_results(self) -> bool:
         """Whether speaker embeddings, answers of the turn detector or revisions are being computed: another step will
         have outputs soon."""

@@ -143,6 +143,14 @@ def test_ogg_streams_of_something_else_are_left_out() -> None:
     assert through("ogg", data) == sound
     chained = sound * (3 * MAX_OGG_STREAMS)
     assert through("ogg", chained) == chained
+    # A station that begins a stream for each song, and does not mark the end of the last one.
+    songs = b"".join(
+        ogg_page(2, serial, b"OpusHead")
+        + ogg_page(0, serial, b"OpusTags" + comments(1))
+        + ogg_page(0, serial, b"sound")
+        for serial in range(3 * MAX_OGG_STREAMS)
+    )
+    assert through("ogg", songs) == songs
     with pytest.raises(CorruptAudio, match="Ogg"):
         through("ogg", b"".join(ogg_page(2, serial, b"OpusHead") for serial in range(100)))
     with pytest.raises(CorruptAudio, match="Ogg"):

@@ -18,7 +18,7 @@ from engine.models.layers import Span, gather_ring
 from engine.models.silero import load_silero
 from engine.models.voxtral_realtime import FIRST_TEXT_TOKEN, STREAMING_WORD, VoxtralRealtime, voxtral_mini_4b
 from engine.runner.base import SynchronousRunner, never
-from engine.runner.frames.memory import plan_memory
+from engine.runner.frames.memory import MAX_MOVES, plan_memory
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.runner.load import frames_limits
 from engine.runner.speech import DeviceSpeechDetector, SpeechDetector
@@ -55,7 +55,8 @@ def parking_runner(kv_dtype: torch.dtype, streams: int, resident: int) -> Voxtra
         config, 1 << 40, decoder_window=64, dtype=settings.dtype, kv_dtype=kv_dtype, max_streams=streams
     )
     pages = tuple(count // streams * resident for count in memory.group_pages)
-    return VoxtralRunner(model, vocabulary, replace(memory, group_pages=pages, parked=streams - resident), settings)
+    memory = replace(memory, group_pages=pages, parked=streams - resident, moves=MAX_MOVES)
+    return VoxtralRunner(model, vocabulary, memory, settings)
 
 
 def transcribe(runner: VoxtralRunner, positions: int, forced: dict[str, list[int]]) -> dict[str, list[int]]:

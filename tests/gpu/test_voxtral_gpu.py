@@ -20,6 +20,7 @@ from engine.models.layers import (
     rotary_angles,
     swiglu_reference,
 )
+from engine.runner.frames.memory import _pin
 from tests.engine.runner.frames.test_memory_parking import RESIDENT, STREAMS, tokens_of
 from tests.gpu.attention_inputs import attention_inputs, stacks
 from tests.gpu.steps import (
@@ -140,3 +141,14 @@ def test_parked_streams_say_what_they_would_have_said(kv_dtype: torch.dtype) -> 
     print(f"{moves} moves")
     assert none == 0 < 60 < moves
     assert found == expected
+
+
+def test_memory_that_cannot_be_pinned_is_no_error_of_the_next_kernel() -> None:
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    _pin(memory)
+    try:
+        with pytest.raises(RuntimeError, match="pinning 1048576 bytes failed"):
+            _pin(memory)
+        assert int(torch.ones(8, device="cuda").sum()) == 8
+    finally:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -197,8 +198,9 @@ class MemoryPlan:
     # Device memory of a stream whose pages are on the device: pages, activations and keyword tables.
     bytes_per_stream: int
     workspace_bytes: int
-    # Streams whose pages are in host memory.
+    # Streams whose pages are in host memory, and how many are parked, and begin to be restored, in one step.
     parked: int = 0
+    moves: int = 0
 
     @property
     def resident(self) -> int:
@@ -249,7 +251,8 @@ def plan_memory(
     NotEnoughMemory.
 
     With `parked_bytes` of host memory there can be more streams than fit, at most twice as many: silent streams are
-    parked there.
+    parked there. A device with room for less than `STREAMS_PER_MOVE` streams parks only if `max_streams` asks for more
+    than fit.
     """
     layouts = stack_layouts(config, decoder_window, kv_dtype)
     spec = voxtral_spec(config, layouts, "voxtral")
@@ -264,10 +267,13 @@ def plan_memory(
             f"each stream; {gib(free_bytes)} are free"
         )
     parked, parking_overhead = 0, 0
-    if parked_bytes and (max_streams is None or max_streams > fits_on_device):
+    moves = min(MAX_MOVES, fits_on_device // STREAMS_PER_MOVE)
+    if max_streams is not None:
+        moves = max(1, moves) if max_streams > fits_on_device else 0
+    if parked_bytes and moves:
         parked = max(0, min(parked_bytes // kv_bytes - SPARE_HOST_BUFFERS, fits_on_device))
         # Device buffers of the moves, and what a parked stream has on the device besides its pages.
-        parking_overhead = 3 * MOVES * kv_bytes + parked * (per_stream - kv_bytes)
+        parking_overhead = BUFFERS_PER_MOVE * moves * kv_bytes + parked * (per_stream - kv_bytes)
         if parked == 0 or parking_overhead + per_stream > room:
             parked, parking_overhead = 0, 0
     fits_in_all = (room - parking_overhead) // per_stream + parked
@@ -287,6 +293,7 @@ def plan_memory(
         bytes_per_stream=per_stream,
         workspace_bytes=shared + parking_overhead,
         parked=streams - resident,
+        moves=moves if parked else 0,
     )
 
 
@@ -357,10 +364,14 @@ def _activation_bytes(config: VoxtralConfig, dtype: torch.dtype, spec: ModelSpec
 
 # Most streams that are parked, and most that begin to be restored, in one step. Parking has one buffer on the device
 # for each, restoring two.
-MOVES = 4
+MAX_MOVES, BUFFERS_PER_MOVE = 4, 3
+# The device must have room for this many streams per move, so that the buffers take an eighth of its room at most:
+# fewer streams can speak at the same time by as many as there are buffers.
+STREAMS_PER_MOVE = 8 * BUFFERS_PER_MOVE
 # Host buffers needed beyond one per parked stream. Streams are parked early to keep pages free, for MAX_KEPT_FREE live
-# streams and one upload. And a step parks up to MOVES streams before it frees the buffers of those that it restores.
-SPARE_HOST_BUFFERS = MAX_KEPT_FREE + 1 + MOVES
+# streams and one upload. And a step parks up to MAX_MOVES streams before it frees the buffers of those that it
+# restores.
+SPARE_HOST_BUFFERS = MAX_KEPT_FREE + 1 + MAX_MOVES
 # Host memory is allocated and pinned in pieces of this size: if one fails, only that one is lost.
 PIECE_BYTES = 1 << 30
 # Host memory that is left free for everything else.
@@ -411,6 +422,9 @@ def _pin(memory: Tensor) -> None:
     """Pin memory in place: torch's own pinned allocations are rounded up to powers of two. Raises RuntimeError."""
     code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
     if int(code) != 0:
+        # CUDA keeps the error for the next kernel, which has nothing to do with it.
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
         raise RuntimeError(f"pinning {memory.numel()} bytes failed with CUDA error {int(code)}")
 
 

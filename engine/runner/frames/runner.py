@@ -42,10 +42,9 @@ from engine.models.voxtral_realtime import (
     tensor_shapes,
 )
 from engine.runner.base import Runner, never
-from engine.runner.bias import BiasTables, KeywordTree, KeywordTrees
+from engine.runner.bias import BiasTables, KeywordTree, KeywordTrees, wait_briefly
 from engine.runner.device import Download, StepGraphs, free_memory, require_device, staging, total_memory, upload
 from engine.runner.frames.memory import (
-    MOVES,
     SPARE_HOST_BUFFERS,
     MemoryPlan,
     ParkedPages,
@@ -544,7 +543,9 @@ class VoxtralRunner(Runner):
             StackCache(layout, pages, memory.streams, openings, prefix, settings.kv_dtype, model.device)
             for layout, pages, openings in zip(layouts, memory.group_pages, (1, MAX_DELAY_POSITIONS), strict=True)
         ]
-        self._parked = ParkedPages([cache.pages for cache in self._caches], host, MOVES) if memory.parked else None
+        self._parked: ParkedPages | None = None
+        if memory.parked:
+            self._parked = ParkedPages([cache.pages for cache in self._caches], host, memory.moves)
         self.moves = self._parked or InstantMoves()
         self._state = SlotState(memory.streams, model.device)
         self._keywords = KeywordTrees(vocabulary)
@@ -616,7 +617,7 @@ class VoxtralRunner(Runner):
                 f"in steps of {unit} ms"
             )
         self.spec.options.check(message.options)
-        # Many keywords take long to prepare, so a thread does it, and other streams do not wait.
+        # Many keywords take long to prepare, so a thread does it, and no other stream waits.
         self._keywords.check(message.options)
         self._keywords.tree_in_background(message.options)
 
@@ -679,10 +680,11 @@ class VoxtralRunner(Runner):
             self._open(plan.opened)
         self._update_tables(plan.decode)
         payloads, errors = self._encoder_inputs.collect(plan.encode)
-        if self._without_keywords:
-            self._set_keywords(plan.decode, errors)
+        waiting = self._set_keywords(plan.decode, errors) if self._without_keywords else set()
         work = [_Work(task) for task in plan.decode]
         healthy = [item for item in work if item.task.stream not in errors] if errors else work
+        if waiting:
+            healthy = [item for item in healthy if item.task.slot not in waiting]
         longer = [item for item in healthy if item.task.end - item.task.start > 1]
         capacity = self._buffers.capacity
         # A batched pass encodes at most one position per row. Chunks, and more positions than rows, need them encoded
@@ -696,12 +698,17 @@ class VoxtralRunner(Runner):
             for start in range(0, len(due), capacity):
                 passes.append(self._run_batch(due[start : start + capacity], payloads))
                 payloads = Payloads([], [])
-        return lambda: self._read(work, passes, rebuilt, errors)
+        return lambda: self._read(work, passes, rebuilt, errors, waiting)
 
     def _read(
-        self, work: list[_Work], passes: list[_Pass], rebuilt: Download | None, errors: dict[str, str]
+        self,
+        work: list[_Work],
+        passes: list[_Pass],
+        rebuilt: Download | None,
+        errors: dict[str, str],
+        waiting: set[int],
     ) -> list[DecodeResult]:
-        """Return the results of a plan's passes. Waits for the device."""
+        """Return the results of a plan's passes. Waits for the device. `waiting`: slots that were not computed."""
         if rebuilt is not None:
             rebuilt.values()  # known tokens have no results, but the host must not run ahead of the device
         for batch, results in passes:
@@ -711,7 +718,10 @@ class VoxtralRunner(Runner):
                 item.tokens.append(token)
             for row in outcome.failed:
                 errors[batch[row].task.stream] = NOT_FINITE_LOGITS
-        return [DecodeResult(item.tokens, (), None, errors.get(item.task.stream)) for item in work]
+        return [
+            DecodeResult(item.tokens, (), None, errors.get(item.task.stream), unfinished=item.task.slot in waiting)
+            for item in work
+        ]
 
     # Changes since the last plan.
 
@@ -728,14 +738,20 @@ class VoxtralRunner(Runner):
         slots, delays = [task.slot for task in opened], [task.delay_positions for task in opened]
         self._state.set(slots, tokens=[STREAMING_PAD] * len(opened), delays=delays, runs=[0] * len(opened))
 
-    def _set_keywords(self, tasks: list[DecodeTask], errors: dict[str, str]) -> None:
-        """Set the keywords that are ready. If a stream's next output is not known beforehand, wait for its keywords, so
-        that words do not depend on how long the preparation took."""
-        prefix = self.spec.prefix_positions
+    def _set_keywords(self, tasks: list[DecodeTask], errors: dict[str, str]) -> set[int]:
+        """Set the keywords that are ready. Returns the slots that must wait: their next output is not known beforehand,
+        and their words must not depend on how long the preparation takes."""
+        prefix, late = self.spec.prefix_positions, set[int]()
+        futures = [pending for task in tasks if (pending := self._needed_keywords(task)) is not None]
+        wait_briefly(futures)
         for task in tasks:
             slot = self.slots[task.slot]
             pending = slot.pending_keywords
-            if pending is None or (task.end - prefix <= len(slot.known_tokens) and not pending.done()):
+            if pending is None:
+                continue
+            if not pending.done():
+                if self._needed_keywords(task) is not None:
+                    late.add(task.slot)
                 continue
             self._without_keywords.discard(task.slot)
             slot.pending_keywords = None
@@ -747,6 +763,13 @@ class VoxtralRunner(Runner):
                 continue
             self._bias.set_tree(task.slot, slot.keywords)
             self._bias.set_state(task.slot, slot.keywords.state_after(slot.known_tokens[: task.start - prefix]))
+        return late
+
+    def _needed_keywords(self, task: DecodeTask) -> Future[KeywordTree] | None:
+        """The keywords in preparation that a task needs, because one of its outputs is not known beforehand."""
+        slot = self.slots[task.slot]
+        is_known = task.end - self.spec.prefix_positions <= len(slot.known_tokens)
+        return None if is_known else slot.pending_keywords
 
     def _update_tables(self, tasks: list[DecodeTask]) -> None:
         """Enter new pages into the tables, and copy the opening into the pages of new streams."""

@@ -29,7 +29,7 @@ from engine.messages import Open, Saved
 from engine.models.seq2seq import SpeechModel
 from engine.options import MAX_KEYWORDS, Options
 from engine.runner.base import Reviser, SynchronousRunner, never
-from engine.runner.bias import KeywordTrees, LazyTree, bpe_merge, single_bytes
+from engine.runner.bias import KeywordTrees, LazyTree, bpe_merge, single_bytes, wait_briefly
 from engine.runner.windowed.decoder import SPARE_TOKENS, LanguageState, Row
 from engine.runner.windowed.encoders import SAMPLES_PER_POSITION, EncodedAudio, StreamEncoder
 from engine.runner.windowed.stability import (
@@ -210,15 +210,23 @@ class WindowedRunner(SynchronousRunner):
         results = {t.slot: DecodeResult(error=unusable[t.slot]) for t in plan.decode if t.slot in unusable}
         live: list[DecodeTask] = []
         deferred: list[DecodeTask] = []
-        for number, task in enumerate(plan.decode):
-            if task.slot not in results:
-                is_live = number < plan.live and not self._must_rebuild(task)
+        without_keywords = self._without_keywords(plan.decode)
+        for task in plan.decode:
+            if task.slot not in results and task.slot not in without_keywords:
+                is_begun = task.slot in self._readings
+                is_live = self.slots[task.slot].live and not is_begun and not self._must_rebuild(task)
                 (live if is_live else deferred).append(task)
         if live:
             results |= self.windows.run_in_parts(live, self._read_at_once)
         if deferred and not (live and time_is_up()):
             results |= self._read_in_steps(deferred, time_is_up)
         return [results.get(task.slot) or DecodeResult(unfinished=True) for task in plan.decode]
+
+    def _without_keywords(self, tasks: Sequence[DecodeTask]) -> set[int]:
+        """The slots whose keywords are still being prepared: only they wait."""
+        trees = {task.slot: tree.future for task in tasks if (tree := self.slots[task.slot].keywords) is not None}
+        wait_briefly([tree for tree in trees.values() if not tree.done()])
+        return {slot for slot, tree in trees.items() if not tree.done()}
 
     @torch.inference_mode()
     def _read_at_once(self, tasks: Sequence[DecodeTask]) -> Results:
@@ -422,6 +430,7 @@ class WindowedRunner(SynchronousRunner):
     def close(self) -> None:
         self.slots.clear()
         self.windows.close()
+        self._keywords.close()
         if self.reviser is not None:
             self.reviser.close()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from msgspec import structs
@@ -29,10 +30,11 @@ class LoopEngine:
     is_ours = True
     known: dict[str, LoopEngine] = {}
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, build: Callable[[], EngineLoop] = fakes.build) -> None:
         self.address = f"inproc://{name}"
         self.start_timeout_s = 5.0
-        self.loop: EngineLoop | None = fakes.build()
+        self.build = build
+        self.loop: EngineLoop | None = build()
         self.lives = 0
         self.full = False
         self.flights: list[StreamInStep] = []
@@ -52,7 +54,7 @@ class LoopEngine:
 
     def revive(self) -> None:
         if self.loop is None:
-            self.loop = fakes.build()
+            self.loop = self.build()
             self.lives += 1
 
     def take_in(self) -> None:
@@ -65,6 +67,7 @@ class LoopEngine:
         while self.link is not None and self.loop is not None and self.loop.has_work() and steps:
             steps -= 1
             result = self.loop.step()
+            self.loop.scheduler.check_integrity()
             self.link.say([] if result is None else result.outputs)
 
     # What a handle can.

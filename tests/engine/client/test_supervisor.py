@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -18,7 +20,12 @@ from engine.client.client import ClientSettings, EngineClient
 from engine.client.pool import EnginePool
 from engine.client.recovery import Recovery
 from engine.client.stream import EngineStream
+from engine.core import scheduler
+from engine.core.plan import Moves
+from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Abort, Closed, Dead, Feed, Finish, Flush, Open, Opened
+from engine.server.loop import EngineLoop
+from engine.spec import KvGroup
 from tests.engine import fakes
 from tests.engine.client.loop_links import LoopEngine, LoopLink
 
@@ -65,8 +72,8 @@ def place_of(running: supervisor.Supervisor, stream: EngineStream) -> str:
 class Play:
     """Some streams over some engines, and what was done to each stream."""
 
-    def __init__(self, spares: int = 0) -> None:
-        self.engines = [LoopEngine(f"e{number}") for number in range(ENGINES)]
+    def __init__(self, spares: int = 0, build: Callable[[], EngineLoop] = fakes.build) -> None:
+        self.engines = [LoopEngine(f"e{number}", build) for number in range(ENGINES)]
         self.client = EngineClient(self.engines, ClientSettings(recovery_timeout_s=600, spares=spares))
         self.streams: list[EngineStream] = []
         self.transcripts = [fakes.Transcript() for _ in range(STREAMS)]
@@ -183,8 +190,10 @@ def calm(number: int, done: list[str]) -> fakes.Transcript:
     return transcript
 
 
-async def play(happenings: list[Event], in_the_end: str, spares: int) -> None:
-    play = Play(spares)
+async def play(
+    happenings: list[Event], in_the_end: str, spares: int, build: Callable[[], EngineLoop] = fakes.build
+) -> None:
+    play = Play(spares, build)
     try:
         await play.start()
         for what, number in happenings:
@@ -245,6 +254,42 @@ MOVES_AND_MOVES_BACK: list[Event] = [
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_each_stream_goes_on_or_ends(happenings: list[Event], in_the_end: str, spares: int) -> None:
     asyncio.run(play(happenings, in_the_end, spares))
+
+
+class SlowCopies(Moves):
+    """Copies that are complete when chance says so."""
+
+    def __init__(self) -> None:
+        self._chance = Random(1)
+
+    def is_restored(self, slot: int) -> bool:
+        return self._chance.random() < 0.4
+
+    def parking_room(self) -> int:
+        return self._chance.randint(0, 2)
+
+
+def parking_loop() -> EngineLoop:
+    """An engine with pages for one stream at a time."""
+    runner = fakes.FakeFrames(replace(fakes.FRAMES, kv_groups=(KvGroup("decoder", 16, 4, 1),)))
+    runner.moves = SlowCopies()
+    pages = tuple(group.ring_pages for group in runner.spec.kv_groups)
+    limits = Limits(32, 3300, pages, resident_streams=1, moves=1)
+    return EngineLoop(Scheduler(runner.spec, limits, fakes.VOCABULARY), runner)
+
+
+@given(st.lists(events, max_size=40), st.sampled_from(["go on", "close"]), st.integers(0, 1))
+@example(REFUSED_AND_THEN_LOST, "go on", 0)
+@example(MOVES_AND_MOVES_BACK, "go on", 0)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_each_stream_goes_on_or_ends_wherever_its_pages_are(
+    happenings: list[Event], in_the_end: str, spares: int
+) -> None:
+    """Engines die and are drained while streams are parked, wait for their pages, or are on their way back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "PARKED_AFTER_NS", 0)
+        patch.setattr(scheduler, "TURN_NS", 0)
+        asyncio.run(play(happenings, in_the_end, spares, parking_loop))
 
 
 def counted(play: Play) -> tuple[int, int, int]:

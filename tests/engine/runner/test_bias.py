@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import exp, log1p
 from random import Random
 from string import ascii_lowercase
@@ -235,8 +235,31 @@ def test_a_list_that_many_streams_have_is_checked_once(monkeypatch: pytest.Monke
     """Where an engine was lost, all of them come to another at once."""
     trees, option = KeywordTrees(PLAIN), {"keywords": keywords_text([Keyword("Kittila")])}
     trees.check(option)
-    monkeypatch.setattr(bias, "_Prefixes", None)
+    monkeypatch.setattr(bias, "_check_size", None)
     trees.check(option)
+
+
+@pytest.mark.parametrize(("limit", "refused"), [(200, True), (5000, False)])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_list_is_refused_when_it_is_opened_if_its_tree_could_not_be_built(
+    seed: int, limit: int, refused: bool
+) -> None:
+    """The check only counts, because the thread of all streams does it."""
+    some = Random(seed)
+    words = ["".join(some.choices("aBcÄß\U00010428 ", k=some.randint(1, 12))).strip() or "x" for _ in range(60)]
+    keywords = [Keyword(" ".join(word.split())) for word in words]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bias, "MAX_EDGES", limit)
+        trees = KeywordTrees(PLAIN)
+        assert refuses(trees.check, keywords) == refuses(trees.tree, keywords) == refused
+
+
+def refuses(take: Callable[[dict[str, str]], object], keywords: list[Keyword]) -> bool:
+    try:
+        take({"keywords": keywords_text(keywords)})
+    except ValueError:
+        return True
+    return False
 
 
 def test_what_keywords_begin_with_in_common_is_spelled_once(monkeypatch: pytest.MonkeyPatch) -> None:

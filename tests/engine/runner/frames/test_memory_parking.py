@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from engine.core.scheduler import PARKED_AFTER_NS, Scheduler
 from engine.messages import Item, Open
-from engine.models.voxtral_realtime import STREAMING_WORD, VoxtralRealtime
+from engine.models.voxtral_realtime import STREAMING_WORD, VoxtralRealtime, voxtral_mini_4b
 from engine.runner.device import NotEnoughMemory
 from engine.runner.frames.memory import (
+    MAX_MOVES,
     SPARE_HOST_BUFFERS,
+    STREAMS_PER_MOVE,
+    MemoryPlan,
     ParkingBuffers,
     kv_bytes_per_stream,
     plan_memory,
@@ -38,7 +41,7 @@ def parking_runner(kv_dtype: torch.dtype, resident: int) -> VoxtralRunner:
         SMALL, 8 * GIB, decoder_window=WINDOW, dtype=torch.float32, kv_dtype=kv_dtype, max_streams=STREAMS
     )
     pages = tuple(count // STREAMS * resident for count in memory.group_pages)
-    memory = replace(memory, group_pages=pages, parked=STREAMS - resident)
+    memory = replace(memory, group_pages=pages, parked=STREAMS - resident, moves=MAX_MOVES)
     vocabulary = Vocabulary([b""] * SMALL.vocabulary, STREAMING_WORD)
     return VoxtralRunner(VoxtralRealtime(SMALL, random_tensors(SMALL)), vocabulary, memory, settings)
 
@@ -156,6 +159,31 @@ def test_host_memory_makes_room_for_streams() -> None:
     assert sum(few) == fits + 1
     with pytest.raises(NotEnoughMemory, match="parked_share"):
         plan(free, (10 + SPARE_HOST_BUFFERS) * one, streams=fits + 11)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("gib", [12, 14, 16, 20, 24, 32, 48, 80, 141])
+def test_parking_costs_at_most_an_eighth_of_the_streams_that_can_speak_at_once(gib: int, kv_dtype: torch.dtype) -> None:
+    """The buffers of the moves take the room of streams; on a small device that would be most of it."""
+
+    def plan(parked_bytes: int, max_streams: int | None = None) -> MemoryPlan:
+        return plan_memory(
+            voxtral_mini_4b(),
+            gib * GIB,
+            decoder_window=1024,
+            dtype=torch.bfloat16,
+            kv_dtype=kv_dtype,
+            max_streams=max_streams,
+            parked_bytes=parked_bytes,
+        )
+
+    without, parking = plan(0), plan(1 << 62)
+    assert parking.resident >= 7 * without.resident // 8
+    assert parking.total_bytes <= gib * GIB
+    assert bool(parking.parked) == bool(parking.moves) == (without.resident >= STREAMS_PER_MOVE)
+    if without.resident >= 8:
+        asked = plan(1 << 62, max_streams=without.streams + 1)
+        assert asked.streams == without.streams + 1 and asked.moves
 
 
 def test_host_memory_that_cannot_be_had_parks_fewer_streams(

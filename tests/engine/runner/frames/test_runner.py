@@ -6,6 +6,7 @@ import base64
 import gc
 import json
 import threading
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from engine.runner import bias
 from engine.runner.bias import KeywordTrees
 from engine.runner.device import NoDevice
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
+from engine.runner.load import frames_limits
 from engine.server.loop import EngineLoop
 from engine.weights.checkpoint import BadCheckpoint
 from tests.engine.runner.frames.voxtral_driver import (
@@ -275,6 +277,54 @@ def test_a_long_list_of_keywords_is_prepared_once_and_beside_the_steps(monkeypat
     assert len(builders) == 1 and builders[0] != threading.get_ident()
     assert all(slot.keywords is not None for slot in runner.slots.values())
     runner.close()
+
+
+def test_a_stream_whose_keywords_are_not_ready_waits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its words are those that it has with keywords that are ready at once; the other stream has no step less."""
+    pieces = [b""] * 40 + [(" " * (token % 2) + "abcd"[token % 4] + "efg"[token % 3]).encode() for token in range(56)]
+    options = {"slow": {"keywords": keywords_text([Keyword("aegf", 8.0), Keyword("be", 7.0)])}, "other": {}}
+    may_build, make = threading.Event(), bias.KeywordTree
+
+    def building(keywords: list[Keyword], index: bias.TokenIndex) -> bias.KeywordTree:
+        assert may_build.wait(60)
+        return make(keywords, index)
+
+    monkeypatch.setattr(bias, "KeywordTree", building)
+
+    def words(ready_after: int) -> tuple[dict[str, list[int]], int]:
+        """Tokens of both streams, and how many positions the other one had when the keywords were ready."""
+        runner = small_runner(2, pieces=pieces)
+        scheduler = Scheduler(runner.spec, frames_limits(runner.memory), runner.vocabulary)
+        tokens, meanwhile = {name: list[int]() for name in options}, 0
+        for name, option in options.items():
+            runner.check_open(Open(name, options=option))
+            scheduler.admit(Open(name, options=option))
+        audio = {name: speech_like(30, seed=seed) for seed, name in enumerate(options)}
+        for position in range(30):
+            for name in options:
+                offset, key = runner.spec.prefix_positions + position, f"{name} {position}".encode()
+                item = Item(offset, 1, position * STEP, key, payload(audio[name], position))
+                scheduler.feed(name, [item], position)
+        steps = 0
+        while scheduler.has_work():
+            if steps == ready_after:
+                may_build.set()
+                meanwhile = len(tokens["other"])
+                wait([slot.pending_keywords for slot in runner.slots.values() if slot.pending_keywords])
+            steps += 1
+            plan = scheduler.plan()
+            results = runner.execute(plan)
+            for task, result in zip(plan.decode, results, strict=True):
+                assert result.error is None
+                tokens[task.stream] += result.tokens
+            scheduler.commit(plan, results)
+            scheduler.check_integrity()
+        runner.close()
+        may_build.clear()
+        return tokens, meanwhile
+
+    (at_once, _), (later, meanwhile) = words(0), words(25)
+    assert at_once == later and meanwhile == 25
 
 
 def test_keywords_that_cannot_be_prepared_end_their_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, OpenTask, Ste
 from engine.messages import Item, Open
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.seq2seq import Encoded
+from engine.options import Keyword
 from engine.runner import bias
 from engine.runner.bias import KeywordTree, KeywordTrees
 from engine.runner.windowed.decoder import DecodedToken, GreedyDecoder, Row
@@ -79,6 +80,9 @@ class Streams:
         options = [EXPECTED if slot in keywords else {} for slot in audio]
         opened = [OpenTask(slot, f"s{slot}", 0, own, []) for slot, own in zip(audio, options, strict=True)]
         runner.execute(StepPlan(0, opened=opened))
+        for slot in keywords:
+            tree = runner.slots[slot].keywords
+            assert tree is not None and tree.tree, "it is ready from now on"
 
     def end_here(self) -> None:
         """A final task without new audio."""
@@ -576,6 +580,43 @@ def reading_plan(runner: WindowedRunner, slots: Sequence[int], states: dict[int,
         plan.decode.append(DecodeTask(slot, f"s{slot}", 0, 0, len(rows), rows, [], False))
     plan.live = len(slots)
     return plan
+
+
+def test_a_stream_whose_keywords_are_not_ready_waits_alone(model: Moonshine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that computes steps for all streams does not build trees, and waits for none."""
+    may_build, make = threading.Event(), bias.KeywordTree
+    builders: list[int] = []
+
+    def building(keywords: list[Keyword], index: bias.TokenIndex) -> bias.KeywordTree:
+        builders.append(threading.get_ident())
+        assert may_build.wait(60)
+        return make(keywords, index)
+
+    def results_of(runner: WindowedRunner, ready_after: int) -> list[list[DecodeResult]]:
+        plan = reading_plan(runner, [0, 1, 2], {})
+        plan.opened[1].options = EXPECTED
+        found = [runner.execute(plan)]
+        for step in range(1, 5):
+            if step == ready_after:
+                may_build.set()
+                tree = runner.slots[1].keywords
+                assert tree is not None and tree.tree
+            again = [task for task, result in zip(plan.decode, found[-1], strict=True) if result.unfinished]
+            plan = StepPlan(step, decode=again)
+            found.append(runner.execute(plan))
+        return found
+
+    wanted = make_runner(model)
+    ready = reading_plan(wanted, [0, 1, 2], {})
+    ready.opened[1].options = EXPECTED
+    wanted._keywords.tree_in_background(EXPECTED).result()  # type: ignore[union-attr]
+    expected = wanted.execute(ready)
+    monkeypatch.setattr(bias, "KeywordTree", building)
+    found = results_of(make_runner(model), 3)
+    assert found[0][0] == expected[0] and found[0][2] == expected[2]
+    assert [result.unfinished for results in found[:3] for result in results] == [False, True, False, True, True]
+    assert found[3] == [expected[1]] and found[4] == []
+    assert len(builders) == 1 and builders[0] != threading.get_ident()
 
 
 def test_a_saved_state_that_cannot_be_loaded_ends_its_stream_alone(model: Moonshine) -> None:
