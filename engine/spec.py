@@ -96,8 +96,10 @@ class ModelSpec:
         return self.window_positions if live else max(self.window_positions, self.file_window_positions)
 
     def embeds_for(self, live: bool) -> int:
-        """Rows of the encoder cache that a stream may reference: a longer window adds its extra positions."""
-        return self.embeds_per_stream + self.window_for(live) - self.window_positions
+        """Rows of the encoder cache that a stream may reference: a longer window adds its extra positions. Of an upload
+        the next window may be in the cache too."""
+        rows = self.embeds_per_stream + self.window_for(live) - self.window_positions
+        return rows if live or not self.rereads_window else rows + self.window_for(live)
 
     def flush_positions_for(self, delay_positions: int) -> int:
         """Positions of silence to compute after the end of a stream with this delay until the last word is complete."""

@@ -118,6 +118,8 @@ class StepPlan:
     live: int = 0
     # Number of positions in `decode` that are rebuilt: computed again, with the tokens known from another engine.
     rebuilt_positions: int = 0
+    # With `Limits.plans_ahead`: the task that will follow a final one of an upload. The runner may encode its audio.
+    ahead: list[DecodeTask] = field(default_factory=list)
     # Streams to park and streams to bring back to the device.
     parked: list[MoveTask] = field(default_factory=list)
     restored: list[MoveTask] = field(default_factory=list)

@@ -28,7 +28,7 @@ crash.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from operator import attrgetter
@@ -97,6 +97,8 @@ class Limits:
     # How many of `max_streams` can have their pages on the device at a time; the others are silent and parked in host
     # memory. None: all of them.
     resident_streams: int | None = None
+    # Whether plans have the next tasks of uploads too (`StepPlan.ahead`), because the runner encodes on another thread.
+    plans_ahead: bool = False
     # Most streams parked, and most brought back, in one step. At most twice as many are on their way back.
     moves: int = 4
 
@@ -151,8 +153,11 @@ class Planner:
         cache: EncoderCache,
         plan: StepPlan,
         unexpected_errors: UnexpectedErrors,
+        plans_ahead: bool = False,
     ) -> None:
         self._spec = spec
+        self._plans_ahead = plans_ahead
+        self._ahead = plan.ahead
         self._encoder_cache = cache
         self._decode = plan.decode
         self._encode = plan.encode
@@ -181,10 +186,12 @@ class Planner:
         self._replay_positions = min(max(1, parts) * part, self._spec.replay_positions)
         return self.add_all(queue, most_positions)
 
-    def add_again(self, tasks: list[DecodeTask]) -> None:
+    def add_again(self, tasks: list[DecodeTask], streams: Mapping[str, Stream]) -> None:
         """Plan suspended tasks (`DecodeResult.unfinished`) again."""
         self._decode += tasks
         self._positions -= sum(task.end - task.base for task in tasks)
+        for task in tasks:
+            self._add_ahead(streams[task.stream], task)
 
     def add_all(self, queue: list[Stream], most_positions: int | None = None) -> list[Stream]:
         """Plan the queued streams in order, with at most `most_positions` (None: the rest of the budget). Returns those
@@ -234,7 +241,27 @@ class Planner:
         pause = end == stream.next_pause()
         final = bool(stream.flushes) and self._spec.rereads_window and end == stream.flushes[0].position and not pause
         self._append(stream, base, start, end, rows, final, pause)
+        self._add_ahead(stream, self._decode[-1])
         return True
+
+    def _add_ahead(self, stream: Stream, task: DecodeTask) -> None:
+        """Add the task of an upload that follows its final task: once, as soon as its window is known and its rows fit
+        into the budgets."""
+        if not self._plans_ahead or stream.live or not task.final:
+            return
+        window = stream.window_after(task.end)
+        if window is None or window[0] < stream.ahead_until or window[1] - window[0] > self._spec.window_for(False):
+            return
+        base, stop = window
+        first, _ = stream.timeline.window(base, stop)
+        while stream.encoded < first:
+            # Items that are skipped: their audio is not needed.
+            stream.timeline.item(stream.encoded).payload = None
+            stream.encoded += 1
+        rows = self._rows_of(stream, base, stop)
+        if len(rows) == stop - base:
+            stream.ahead_until = stop
+            self._ahead.append(DecodeTask(stream.slot, stream.id, base, base, stop, rows, _NO_PAGES, final=True))
 
     def _append(
         self, stream: Stream, base: int, start: int, end: int, rows: list[int], final: bool, pause: bool = False
@@ -633,7 +660,13 @@ class Scheduler:
         set_aside = self._set_suspects_aside() if self.suspects else []
         limits = self.limits
         planner = Planner(
-            self.spec, limits.step_positions, limits.step_embeds, self.cache, plan, self.unexpected_errors
+            self.spec,
+            limits.step_positions,
+            limits.step_embeds,
+            self.cache,
+            plan,
+            self.unexpected_errors,
+            limits.plans_ahead,
         )
         if rebuild_positions is None:
             rebuild_positions = limits.rebuild_positions if live else 0
@@ -654,7 +687,7 @@ class Scheduler:
             self.live += rebuilt
             plan.live = len(plan.decode)
         if upload_positions != 0:
-            planner.add_again(self._unfinished)
+            planner.add_again(self._unfinished, self.streams)
             self._unfinished = []
             self.uploads = planner.add_all(self.uploads, upload_positions)
         for stream in set_aside:

@@ -410,8 +410,8 @@ class Stream:
     """
 
     __slots__ = (
-        "available", "base", "cached", "cached_rows", "catch_up_until", "clock", "computed", "delay", "encoded",
-        "finished", "flushes", "forced_until", "id", "is_held", "live", "new_pages", "paged_until", "pauses",
+        "ahead_until", "available", "base", "cached", "cached_rows", "catch_up_until", "clock", "computed", "delay",
+        "encoded", "finished", "flushes", "forced_until", "id", "is_held", "live", "new_pages", "paged_until", "pauses",
         "prune_at", "queued", "released", "resident", "resident_since", "rings", "slot", "spoke_lately", "stride",
         "text", "timeline", "waiting_since",
     )  # fmt: skip
@@ -448,6 +448,8 @@ class Stream:
         # Positions below this are computed in single strides although they are late, for the same words as on time.
         self.catch_up_until = opened.catch_up_until
         self.flushes: deque[FlushMark] = deque()  # not reached yet, in order
+        # Of an upload: the end of the last window that was planned ahead.
+        self.ahead_until = 0
         self.finished = False
         self.pauses: deque[int] = deque()  # positions of pauses not computed yet, in order
         self.is_held = False  # audio waits until the speech gate is certain that it is speech
@@ -513,6 +515,15 @@ class Stream:
         while self.pauses and self.pauses[0] <= self.computed:
             self.pauses.popleft()
         return self.pauses[0] if self.pauses else None
+
+    def window_after(self, end: int) -> tuple[int, int] | None:
+        """The window [base, stop) of the utterance after the one that ends at `end`; None if its end is not known."""
+        base = end
+        for mark in self.flushes:
+            if mark.position > base:
+                return base, mark.position
+            base = max(base, mark.resume_at or 0)
+        return None
 
     def save(self) -> Saved:
         """The state of a windowed model's stream, without `finished`: the gateway sends `Finish` again."""

@@ -269,6 +269,7 @@ def _load_streaming(
     spec = windowed_spec(path.name, WINDOW_POSITIONS, live_encoder.first_stride, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=replace(streaming.options, keywords=spec.options.keywords, revises=True))
     limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
+    limits = replace(limits, plans_ahead=threads > 1)
     file_encoder = WindowEncoder(published, pieces, Policy())
     windows = HostWindows(streaming, live_encoder, file_encoder, limits.cache_embeds, threads, decode)
     vocabulary = Vocabulary(pieces)
@@ -291,6 +292,7 @@ def windowed_on_cpu(
     spec = windowed_spec(name, WINDOW_POSITIONS, STRIDE_POSITIONS, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords))
     limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
+    limits = replace(limits, plans_ahead=threads > 1)
     policy = Policy()
     # Three settings of one set of weights: for live windows, for live windows that end at a pause, and for windows of
     # uploads. An upload's window is read once, so it can be padded as in the model's training: with little silence

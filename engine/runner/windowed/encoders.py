@@ -9,7 +9,9 @@ are positions of the stream (80 ms).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +28,8 @@ from engine.models.moonshine_streaming import EncoderState, StreamingEncoder
 from engine.models.seq2seq import Encoded, SpeechModel, run_to_end
 from engine.runner.device import upload
 from engine.runner.windowed.stability import POSITIONS_PER_SECOND, HypothesisToken, Policy, starts_word
+
+logger = logging.getLogger(__name__)
 
 SAMPLES_PER_POSITION = 1_280
 
@@ -193,6 +197,10 @@ class Tails:
             return None
         return tail
 
+    def may_follow(self, end: int, task: DecodeTask) -> bool:
+        """Whether an utterance that ends at `end` may leave a tail for this task's window."""
+        return task.base - end <= self._policy.tail_gap and task.end - task.base <= self._policy.tail_until
+
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
         tail = self.context(slot, base, end)
         if tail is None:
@@ -205,8 +213,47 @@ class Tails:
             self._tails[slot] = Tail(audio_of(items, start, end).to(self._device), list(tokens), end)
 
 
+@dataclass(slots=True)
+class WindowAhead:
+    """The next window of an upload, which is encoded while the window before it is decoded."""
+
+    span: tuple[int, int]
+    work: Generator[None, None, EncodedAudio]
+    encoded: EncodedAudio | None = None
+    failed: bool = False
+
+    def rest(self) -> Generator[None, None, EncodedAudio]:
+        """Do what is left, yielding after each piece of work. May be abandoned and called again: without `yield from`,
+        which would end `work` too."""
+        while self.encoded is None:
+            try:
+                next(self.work)
+            except StopIteration as done:
+                self.encoded = done.value
+            else:
+                yield
+        return self.encoded
+
+    def run(self, is_over: Callable[[], bool]) -> bool:
+        """Encode until `is_over`; True if nothing is left to do."""
+        try:
+            if not is_over():
+                for _ in self.rest():
+                    if is_over():
+                        break
+        except Exception:
+            # The window is encoded again when it is read, and then the error ends its stream.
+            logger.warning("a window cannot be encoded ahead", exc_info=True)
+            self.failed = True
+        return self.failed or self.encoded is not None
+
+
 class WindowEncoder:
-    """Encodes the whole window again in every pass; in front of a short window also the tail of the last utterance."""
+    """Encodes the whole window again in every pass; in front of a short window also the tail of the last utterance.
+
+    The next window of an upload may be encoded ahead, by another thread than the one that decodes. `encode_in_pieces`
+    then uses the result, which is the same.
+    """
 
     def __init__(
         self,
@@ -220,12 +267,43 @@ class WindowEncoder:
         # The model with the padding for windows that end at a pause (`SpeechModel.set_live_padding`).
         self._at_pause = at_pause or model
         self._tails = Tails(pieces, policy, device)
+        # By slot: the window that is read and the one after it, as far as they were begun ahead.
+        self._ahead: dict[int, deque[WindowAhead]] = {}
+
+    def begin_ahead(self, task: DecodeTask, audio: Tensor, end: int) -> None:
+        """Prepare to encode this window, which follows one that ends at `end`. Does nothing if it may need that
+        window's text."""
+        if not self._tails.may_follow(end, task):
+            ahead = WindowAhead((task.base, task.end), self._encode_in_pieces(task, audio))
+            self._ahead.setdefault(task.slot, deque()).append(ahead)
+
+    def window_ahead(self, slot: int, end: int) -> WindowAhead | None:
+        """The window behind `end` that was begun and is not complete, if any."""
+        windows = self._ahead.get(slot)
+        if not windows or windows[-1].span[0] < end or windows[-1].failed or windows[-1].encoded is not None:
+            return None
+        return windows[-1]
+
+    def _begun_ahead(self, task: DecodeTask) -> WindowAhead | None:
+        """Remove and return the window of a task that is read now, if it was begun ahead."""
+        windows = self._ahead.get(task.slot)
+        while windows and windows[0].span[0] <= task.base:
+            ahead = windows.popleft()
+            if ahead.span == (task.base, task.end) and not ahead.failed:
+                return ahead
+        return None
 
     def encode(self, task: DecodeTask, audio: Tensor) -> EncodedAudio:
         return run_to_end(self.encode_in_pieces(task, audio))
 
     def encode_in_pieces(self, task: DecodeTask, audio: Tensor) -> Generator[None, None, EncodedAudio]:
         """As `encode`, yielding after each piece of work."""
+        ahead = self._begun_ahead(task)
+        if ahead is not None:
+            return (yield from ahead.rest())
+        return (yield from self._encode_in_pieces(task, audio))
+
+    def _encode_in_pieces(self, task: DecodeTask, audio: Tensor) -> Generator[None, None, EncodedAudio]:
         tail = self._tails.context(task.slot, task.base, task.end)
         if tail is not None:
             audio = torch.cat((tail.up_to(task.base), audio), dim=1)
@@ -260,6 +338,7 @@ class WindowEncoder:
 
     def forget(self, slot: int) -> None:
         self._tails.forget(slot)
+        self._ahead.pop(slot, None)
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
         return self._tails.save(slot, base, end)

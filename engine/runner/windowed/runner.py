@@ -31,7 +31,7 @@ from engine.options import MAX_KEYWORDS, Options
 from engine.runner.base import Reviser, SynchronousRunner, never
 from engine.runner.bias import KeywordTrees, LazyTree, bpe_merge, single_bytes, wait_briefly
 from engine.runner.windowed.decoder import SPARE_TOKENS, LanguageState, Row
-from engine.runner.windowed.encoders import SAMPLES_PER_POSITION, EncodedAudio, StreamEncoder
+from engine.runner.windowed.encoders import SAMPLES_PER_POSITION, EncodedAudio, StreamEncoder, WindowAhead
 from engine.runner.windowed.stability import (
     FAR_BACK,
     HypothesisToken,
@@ -219,7 +219,7 @@ class WindowedRunner(SynchronousRunner):
         if live:
             results |= self.windows.run_in_parts(live, self._read_at_once)
         if deferred and not (live and time_is_up()):
-            results |= self._read_in_steps(deferred, time_is_up)
+            results |= self._read_in_steps(deferred, plan.ahead, time_is_up)
         return [results.get(task.slot) or DecodeResult(unfinished=True) for task in plan.decode]
 
     def _without_keywords(self, tasks: Sequence[DecodeTask]) -> set[int]:
@@ -239,8 +239,16 @@ class WindowedRunner(SynchronousRunner):
         """Whether the encoder of a live stream must be rebuilt for this task."""
         return self._encoder_of(task.slot).must_rebuild(task.slot) and not self._is_decoded(task)
 
-    def _read_in_steps(self, tasks: Sequence[DecodeTask], time_is_up: Callable[[], bool]) -> Results:
-        """Continue these tasks until the time is up. Returns the results of those that are done."""
+    def _read_in_steps(
+        self, tasks: Sequence[DecodeTask], ahead: Sequence[DecodeTask], time_is_up: Callable[[], bool]
+    ) -> Results:
+        """Continue these tasks until the time is up. Returns the results of those that are done. `ahead`: the windows
+        that follow in uploads. Threads that have nothing else to do encode them."""
+        ends = {task.slot: task.end for task in tasks}
+        encoder = self.windows.upload_encoder
+        for task in ahead:
+            if task.slot in ends:
+                encoder.begin_ahead(task, self.windows.audio(task), ends[task.slot])
         new = [task for task in tasks if task.slot not in self._readings]
         if not self.windows.batches_uploads:
             started = [
@@ -254,7 +262,14 @@ class WindowedRunner(SynchronousRunner):
         planned = [self._readings[task.slot] for task in tasks if task.slot in self._readings]
         readings = list({id(reading): reading for reading in planned}.values())
         readings.sort(key=lambda reading: not reading.live)
-        self.windows.run_in_pieces([partial(self._continue, reading, time_is_up) for reading in readings], time_is_up)
+        work = [partial(self._continue, reading, time_is_up) for reading in readings]
+
+        def is_over() -> bool:
+            return time_is_up() or all(reading.is_done for reading in readings)
+
+        begun = [encoder.window_ahead(slot, end) for slot, end in ends.items()]
+        work += [partial(_encode_ahead, window, is_over) for window in begun if window is not None]
+        self.windows.run_in_pieces(work, time_is_up)
         results: Results = {}
         for reading in readings:
             if reading.is_done:
@@ -595,6 +610,12 @@ class WindowedRunner(SynchronousRunner):
             return task.base
         slot.restart()  # nothing could be committed in a window of the longest length: it has no speech
         return task.end - length // 2
+
+
+@torch.inference_mode()
+def _encode_ahead(window: WindowAhead, is_over: Callable[[], bool]) -> bool:
+    """Encode the next window of an upload until `is_over`; True if nothing is left to do."""
+    return window.run(is_over)
 
 
 def _restored(opened: OpenTask, language_state: LanguageState) -> _Slot:

@@ -44,6 +44,7 @@ class Windows(Protocol):
     device: torch.device
     # Whether uploads are read in batches: then new ones wait until the batch before is done.
     batches_uploads: bool
+    upload_encoder: WindowEncoder
 
     def write(self, tasks: Sequence[EncodeTask]) -> None:
         """Store new audio."""
@@ -111,14 +112,14 @@ class HostWindows:
         self._model = model
         self._encoder_threads = encoder_threads
         self.slab = AudioSlab(cache_embeds)
-        self._encoder, self._upload_encoder = stream_encoder, file_encoder
+        self._encoder, self.upload_encoder = stream_encoder, file_encoder
         self.decoder = GreedyDecoder(model, decode=decode)
         self._threads = threads
         self._helpers = ThreadPoolExecutor(threads - 1, "read", _number_thread, (count(1),)) if threads > 1 else None
         self.write, self.audio, self.is_broken = self.slab.write, self.slab.audio, self.slab.is_broken
 
     def stream_encoder(self, live: bool) -> StreamEncoder:
-        return self._encoder if live else self._upload_encoder
+        return self._encoder if live else self.upload_encoder
 
     def encode(
         self, tasks: Sequence[DecodeTask], live: bool, wanted: Set[int]
@@ -131,7 +132,7 @@ class HostWindows:
                 encoded_audio[task.slot] = self._encoder.encode(task, self.audio(task))
             else:
                 encoded_audio[task.slot] = yield from self._on_encoder_threads(
-                    self._upload_encoder.encode_in_pieces(task, self.audio(task))
+                    self.upload_encoder.encode_in_pieces(task, self.audio(task))
                 )
             yield
         return encoded_audio
@@ -358,18 +359,18 @@ class DeviceWindows:
         self._longest = longest
         self.slab = AudioSlab(cache_embeds, device)
         self._encoder = WindowEncoder(model, pieces, policy, device)
-        self._upload_encoder = WindowEncoder(model, pieces, policy, device)
+        self.upload_encoder = WindowEncoder(model, pieces, policy, device)
         self.decoder = _RecordedDecoder(model, memory, model.frames_of(longest), device, dtype)
         self.write, self.audio, self.is_broken = self.slab.write, self.slab.audio, self.slab.is_broken
 
     def stream_encoder(self, live: bool) -> StreamEncoder:
-        return self._encoder if live else self._upload_encoder
+        return self._encoder if live else self.upload_encoder
 
     def encode(
         self, tasks: Sequence[DecodeTask], live: bool, wanted: Set[int]
     ) -> Generator[None, None, dict[int, EncodedAudio]]:
         encoded_audio: dict[int, EncodedAudio] = {}
-        stream_encoder = self._encoder if live else self._upload_encoder
+        stream_encoder = self._encoder if live else self.upload_encoder
         for batch in self._batches(tasks):
             present = [task for task in batch if task.slot in wanted]
             if present:

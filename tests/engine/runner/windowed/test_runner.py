@@ -298,6 +298,83 @@ def test_backlog_laid_aside_at_any_piece_says_the_same(model: Moonshine, pieces:
     assert in_pieces == at_once and stints > 3
 
 
+SPANS = [(0, 35), (38, 70), (70, 105), (110, 114), (115, 150)]
+
+
+def read_in_order(runner: WindowedRunner, pieces: int, ahead: bool) -> list[DecodeResult]:
+    """Read an upload of these windows, so many pieces of work at a time; `ahead`: plans have the next window too."""
+    audio = speech(5, SPANS[-1][1])
+    rows = list(range(1, SPANS[-1][1] + 1))
+    runner.compute(
+        StepPlan(0, opened=[OpenTask(0, "u", 0, {}, [], live=False)], encode=[EncodeTask("u", audio, None, rows)])
+    )
+    tasks = [DecodeTask(0, "u", base, base, end, rows[base:end], [], True) for base, end in SPANS]
+    results: list[DecodeResult] = []
+    for number, task in enumerate(tasks):
+        following = tasks[number + 1 : number + 2] if ahead else []
+        while len(results) == number:
+            calls = iter([False] * (pieces - 1))
+            [result] = runner.compute(
+                StepPlan(1, decode=[task], ahead=following), lambda calls=calls: next(calls, True)
+            )
+            following = []
+            if not result.unfinished:
+                results.append(result)
+    return results
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 1000])
+def test_windows_encoded_ahead_have_the_same_words_and_are_encoded_once(
+    model: Moonshine, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = read_in_order(make_runner(model), 1000, ahead=False)
+    encoded: list[tuple[int, int]] = []
+    encode = WindowEncoder._encode_in_pieces
+
+    def counted(self: WindowEncoder, task: DecodeTask, audio: torch.Tensor) -> Generator[None, None, EncodedAudio]:
+        encoded.append((task.base, task.end))
+        return (yield from encode(self, task, audio))
+
+    monkeypatch.setattr(WindowEncoder, "_encode_in_pieces", counted)
+    runner = make_runner(model, 2)
+    assert read_in_order(runner, pieces, ahead=True) == expected
+    runner.close()
+    assert sorted(encoded) == SPANS and any(result.timed for result in expected)
+
+
+def test_a_window_that_cannot_be_encoded_ahead_is_encoded_when_it_is_read(
+    model: Moonshine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = read_in_order(make_runner(model), 1000, ahead=False)
+    encode, failed = WindowEncoder._encode_in_pieces, list[int]()
+
+    def fails_once(self: WindowEncoder, task: DecodeTask, audio: torch.Tensor) -> Generator[None, None, EncodedAudio]:
+        if task.base not in failed and task.base:
+            failed.append(task.base)
+            raise RuntimeError("out of memory")
+        return (yield from encode(self, task, audio))
+
+    monkeypatch.setattr(WindowEncoder, "_encode_in_pieces", fails_once)
+    runner = make_runner(model, 2)
+    # A window that may need the text before it is not begun ahead, so its only failure would end the stream.
+    failed.append(110)
+    assert read_in_order(runner, 2, ahead=True) == expected
+    runner.close()
+    assert len(failed) == 4
+
+
+def test_a_closed_upload_leaves_no_window_ahead(model: Moonshine) -> None:
+    runner = make_runner(model, 2)
+    read_in_order(runner, 1000, ahead=True)
+    encoder = runner.windows.upload_encoder
+    task = DecodeTask(0, "u", 200, 200, 240, list(range(1, 41)), [], True)
+    encoder.begin_ahead(task, runner.windows.audio(task), 150)
+    assert encoder.window_ahead(0, 150) is not None
+    runner.compute(StepPlan(9, closed=[0]))
+    assert encoder.window_ahead(0, 150) is None
+    runner.close()
+
+
 def test_uploads_are_read_on_all_threads_and_the_first_does_not_wait_for_the_second(model: Moonshine) -> None:
     runner, both, threads = make_runner(model, 2), threading.Barrier(2, timeout=60), set()
     file_encoder = runner.windows.stream_encoder(False)
