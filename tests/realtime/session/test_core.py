@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from engine import messages
 from engine.end_of_turn import numeric_eagerness
 from engine.server.speech_track import SpeechTrack
 from realtime.errors import CloseCode, IllegalEvent
-from realtime.session.core import HANDLERS, TRANSITIONS, Session, SessionLimits, SessionPhase
+from realtime.session.core import HANDLERS, TRANSITIONS, SavedSession, Session, SessionLimits, SessionPhase
 from realtime.session.events import (
     Acknowledged,
     Append,
@@ -261,6 +262,28 @@ def test_words_that_wait_for_a_report_are_not_lost_if_the_client_does_not_wait(w
     else:
         drive(End(), speech(2.496, 3.488, 0.99), messages.Closed("s", 0))
     assert [event.transcript for event in drive.sent if isinstance(event, Completed)] == ["hello again later"]
+
+
+def test_words_that_come_before_the_first_report_are_in_their_turns() -> None:
+    drive = Driver(session())
+    assert texts(drive(append(6.0), word("hello", 1.0, 1.4), word("again", 4.2, 4.5))) == []
+    drive(speech(0.0, 0.96, 0.01), speech(0.96, 1.536, 0.99), speech(2.496, 1.6, 0.01))
+    drive(flushed(), speech(4.096, 1.024, 0.99))
+    assert texts(drive.sent) == [("item_1", "hello"), ("item_2", "again")]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_the_first_part_of_a_word_that_waits_for_a_report_is_sent_with_it(moves: bool) -> None:
+    drive = Driver(session())
+    drive(append(6.0), speech(0.0, 0.96, 0.01), speech(0.96, 1.536, 0.99))
+    assert texts(drive(messages.Text("s", " ag", [], [1], sample=4 * RATE))) == []
+    if moves:
+        saved = msgspec.msgpack.encode(drive.core.save())
+        drive.core = session()
+        drive.core.load(msgspec.msgpack.decode(saved, type=SavedSession), 0.0)
+    # It is of the next turn, but in this report the first one has not ended yet.
+    assert texts(drive(speech(2.496, 0.128, 0.01))) == []
+    assert texts(drive(speech(2.624, 1.472, 0.99))) == [("item_1", "ag")]
 
 
 def test_clear_drops_words_that_wait_for_a_report() -> None:
