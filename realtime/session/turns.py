@@ -741,8 +741,7 @@ class Turns:
             self._revised.popleft()
         final = final[-MAX_FINAL_WORDS:]
         if self.speakers is None:
-            # Labels were switched off; some words may have one.
-            words = tuple(word if word.speaker is None else structs.replace(word, speaker=None) for word in final)
+            words = _without_speakers(final)
         else:
             words = tuple(map(self.speakers.with_best_label, self._with_turn_speaker(turn, final)))
         if self.speakers is not None:
@@ -854,14 +853,20 @@ class Turns:
         """The next unsent words, which are sent now, with their speakers as far as these are decided. Labels that were
         sent stay."""
         first, turn.words_sent = turn.words_sent, turn.words_sent + count
-        words = tuple(turn.words[first : turn.words_sent])
-        if self.speakers is not None:
-            words = tuple(map(self.speakers.with_decided_label, self._with_turn_speaker(turn, words)))
-            turn.words[first : turn.words_sent] = words
-        return words
+        words = turn.words[first : turn.words_sent]
+        if self.speakers is None:
+            return _without_speakers(words)
+        labelled = tuple(map(self.speakers.with_decided_label, self._with_turn_speaker(turn, words)))
+        turn.words[first : turn.words_sent] = labelled
+        return labelled
 
 
 def _within(word: TimedWord, turn: Turn) -> bool:
     """Whether the middle of the word lies before the end of the turn's words."""
     end = turn.end if turn.words_until is None else turn.words_until
     return end is None or (word.start + word.end) // 2 < end
+
+
+def _without_speakers(words: Sequence[TimedWord]) -> tuple[TimedWord, ...]:
+    """Words for a client that has switched labels off; some may have had one before."""
+    return tuple(word if word.speaker is None else structs.replace(word, speaker=None) for word in words)
