@@ -335,6 +335,7 @@ class Boundaries:
         # The labels so far, also if they are switched off.
         self._speakers: SpeakerTimeline | None = None
         self._set_speakers()
+        self.turns.reported_until = self._reported_until
 
     @property
     def speaking(self) -> bool:
@@ -396,7 +397,7 @@ class Boundaries:
         self.boundary, self._boundary_ms = saved.boundary, saved.boundary_ms
         self._speakers = saved.speakers
         self.turns.speakers = saved.speakers if self._settings.labels_speakers else None
-        self._report_to_turns()
+        self.turns.reported_until = self._reported_until
         self._settled, self._probable_end = saved.settled, saved.probable_end
         detection = self._settings.turn_detection
         if saved.pauses is not None and self._pauses is None and detection is not None:
@@ -424,8 +425,7 @@ class Boundaries:
             self._joins_speech = old.turn_detection is None and self.track.phase is Phase.SPEAKING
             self._change_pauses()
             self._open_without_detection()
-            self._report_to_turns()
-            self._assign_words(self.turns.reported_until, now)
+            self._report_to_turns(now)
 
     def advance(self, samples: int, source_samples: int, source_ms: float) -> None:
         audio = self.audio
@@ -488,8 +488,7 @@ class Boundaries:
         if self._utterances is not None:
             self._update_utterances(self._utterances, events, speech, end)
         self.audio.covered, self.track = end, speech.track
-        self._report_to_turns()
-        self._assign_words(end, now)
+        self._report_to_turns(now)
         self._end_track_at_boundary()
 
     def _end_track_at_boundary(self) -> None:
@@ -774,8 +773,13 @@ class Boundaries:
             return None
         return PauseWatch(_eagerness(detection), self._rate, self._has_detector)
 
-    def _report_to_turns(self) -> None:
-        self.turns.reported_until = None if self._settings.turn_detection is None else self.audio.covered
+    @property
+    def _reported_until(self) -> int | None:
+        """The sample up to which the speech track has opened and ended turns; None: it opens and ends none."""
+        return None if self._settings.turn_detection is None else self.audio.covered
+
+    def _report_to_turns(self, now: float) -> None:
+        self.send_events(self.turns.report(self._reported_until, now), now)
 
     def _assign_words(self, until: int | None, now: float) -> None:
         """Assign the words that came before the report of their audio, up to this sample (None: all)."""

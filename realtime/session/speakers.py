@@ -80,13 +80,15 @@ class SpeakerTimeline:
         del self.decided[: max(0, min(old, len(self.decided) - 1))]
 
     def is_decided(self, word: TimedWord) -> bool:
-        """Whether the label of a word is decided."""
-        return bool(self.decided) and (word.start + word.end) // 2 <= self.decided_until + SLACK_SAMPLES
+        """Whether the label of a word is decided, or the word comes before all labels."""
+        middle = (word.start + word.end) // 2
+        return middle < self.begins or (bool(self.decided) and middle <= self.decided_until + SLACK_SAMPLES)
 
     def has_final_label(self, word: TimedWord) -> bool:
         """Whether no later label can change the result of `with_final_label` for this word."""
         middle = (word.start + word.end) // 2
-        return middle < self.decided_until or middle + LABEL_DISTANCE_SAMPLES < self.settled
+        known_until = max(self.begins, self.decided_until)
+        return middle < known_until or middle + LABEL_DISTANCE_SAMPLES < self.settled
 
     def with_final_label(self, word: TimedWord) -> TimedWord:
         """The word with the label at its middle, or the nearest one within `LABEL_DISTANCE_SAMPLES`, if there is one.

@@ -182,6 +182,7 @@ class SavedTurns:
     said_until: int = 0
     digits: int = 0
     unreported: list[tuple[str, TimedWord]] = field(default_factory=list)
+    text_until: int = 0
 
 
 # Instead of an index: the turn that has the first part of the incomplete word is not kept any more.
@@ -254,6 +255,7 @@ class Turns:
             self._final_until,
             self._digits,
             list(self._unreported),
+            self._text_until,
         )
 
     def load(self, saved: SavedTurns, shift: float) -> None:
@@ -261,6 +263,7 @@ class Turns:
         self.current, self.ended, self.last_committed = saved.current, deque(saved.ended), saved.last_committed
         self._stray.extend(saved.stray)
         self._unreported.extend(saved.unreported)
+        self._text_until = saved.text_until
         self._cutter.load(saved.loose, saved.given)
         if saved.loose_turn is not None:
             gone = Turn("", 0, state=TurnState.COMPLETED)
@@ -358,9 +361,16 @@ class Turns:
             out += self._assign(piece.fresh, piece.word, place, now)
         return out + self.release(now)
 
+    def report(self, until: int | None, now: float) -> list[ServerEvent]:
+        """The speech track has reported up to this sample (None: it opens and ends no turns): assign the text before
+        it."""
+        held_partial, self.reported_until = self._holds_partial, until
+        out = self.assign_until(until, now)
+        return out + self.release(now) if held_partial else out
+
     def assign_until(self, sample: int | None, now: float) -> list[ServerEvent]:
         """Assign the words that begin at this sample at the latest (None: all) to the turns that are known by now."""
-        if not self._unreported and not self._holds_partial:
+        if not self._unreported:
             return []
         out: list[ServerEvent] = []
         while self._unreported and (sample is None or self._unreported[0][1].start <= sample):
@@ -731,8 +741,7 @@ class Turns:
             self._revised.popleft()
         final = final[-MAX_FINAL_WORDS:]
         if self.speakers is None:
-            # Labels were switched off; some words may have one.
-            words = tuple(word if word.speaker is None else structs.replace(word, speaker=None) for word in final)
+            words = _without_speakers(final)
         else:
             words = tuple(map(self.speakers.with_best_label, self._with_turn_speaker(turn, final)))
         if self.speakers is not None:
@@ -844,14 +853,20 @@ class Turns:
         """The next unsent words, which are sent now, with their speakers as far as these are decided. Labels that were
         sent stay."""
         first, turn.words_sent = turn.words_sent, turn.words_sent + count
-        words = tuple(turn.words[first : turn.words_sent])
-        if self.speakers is not None:
-            words = tuple(map(self.speakers.with_decided_label, self._with_turn_speaker(turn, words)))
-            turn.words[first : turn.words_sent] = words
-        return words
+        words = turn.words[first : turn.words_sent]
+        if self.speakers is None:
+            return _without_speakers(words)
+        labelled = tuple(map(self.speakers.with_decided_label, self._with_turn_speaker(turn, words)))
+        turn.words[first : turn.words_sent] = labelled
+        return labelled
 
 
 def _within(word: TimedWord, turn: Turn) -> bool:
     """Whether the middle of the word lies before the end of the turn's words."""
     end = turn.end if turn.words_until is None else turn.words_until
     return end is None or (word.start + word.end) // 2 < end
+
+
+def _without_speakers(words: Sequence[TimedWord]) -> tuple[TimedWord, ...]:
+    """Words for a client that has switched labels off; some may have had one before."""
+    return tuple(word if word.speaker is None else structs.replace(word, speaker=None) for word in words)

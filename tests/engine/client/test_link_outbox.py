@@ -168,6 +168,7 @@ async def test_an_engine_bounds_the_replays_that_its_live_audio_waits_for() -> N
     socket.receive(codec.Beat(0, len(socket.batches) - 1, codec.Status(replay_positions=1 << 20)))
     await turns()
     assert sum(socket.payload_bytes) > before + window
+    assert link.outbox.window_bytes == REPLAY_WINDOW_BYTES
     link.close()
 
 

@@ -418,3 +418,21 @@ def test_a_peer_that_sends_without_a_pause_does_not_keep_the_engine_from_its_str
     say_all(host, b"g", "good", range(20))
     host.send(b"g", command(messages.Finish("good")))
     assert host.text(b"g", "good") == calm
+
+
+def test_gateways_that_send_replays_share_what_may_be_under_way() -> None:
+    host = Host()
+    for name in (b"g", b"h", b"i"):
+        host.greet(name)
+    allowed = host.loop.replay_positions_under_way
+
+    def shared_by(count: int) -> bool:
+        host.tick()
+        return host.host.load.status.replay_positions == -(-host.loop.replay_positions_under_way // count)
+
+    assert allowed and shared_by(3), "any of them may begin"
+    host.send(b"g", command(messages.Open("s", forced_tokens=[1] * 40)))
+    assert shared_by(1)
+    host.send(b"g", command(messages.Open("t", forced_tokens=[1] * 40)))
+    host.send(b"h", command(messages.Open("s", forced_tokens=[1] * 40)))
+    assert shared_by(2)

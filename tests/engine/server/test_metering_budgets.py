@@ -21,6 +21,7 @@ from engine.server.metering import (
     PROBE_EVERY,
     REPLAY_STEPS_AHEAD,
     SHARE_OF_STRIDE,
+    RebuildBudget,
 )
 from engine.spec import ModelSpec, Vocabulary
 
@@ -307,7 +308,7 @@ class TestRebuilding:
         runner = self.beside_live(live, rebuilt, position_ns=20_000)
         sizes = [plan.rebuilt_positions for plan in runner.plans if plan.rebuilt_positions][3:]
         assert max(runner.step_ns + runner.position_ns * size for size in sizes) <= 1.1 * share * 80_000_000
-        assert max(sizes) >= 256
+        assert max(sizes) > MIN_REBUILD_POSITIONS
 
     def test_long_live_steps_leave_less_time_for_rebuilds(self) -> None:
         """A live step of 73 ms and a rebuilding one of a quarter of a frame do not fit into a frame: the live streams
@@ -318,6 +319,53 @@ class TestRebuilding:
         rebuilds = [number for number, rebuilds in enumerate(kinds) if rebuilds and number > first + 8]
         apart = {after - before for before, after in itertools.pairwise(rebuilds[:-8])}
         assert apart and max(apart) <= LIVE_STEPS_A_REBUILD + 1, "a rebuild always goes on"
+
+    def budget(self, live: int, rebuilt: int) -> RebuildBudget:
+        """The budget of an engine on which live streams and rebuilds always wait; a position takes 10 us."""
+        loop, _ = self.loop(live + rebuilt)
+        loop.submit([Open(f"l{number}") for number in range(live)], 0)
+        self.bring_back(loop, [f"r{number}" for number in range(rebuilt)], 400)
+        loop.submit([audio(f"l{number}", 0, 1, REBUILT) for number in range(live)], 0)
+        budget = RebuildBudget(loop.scheduler)
+        for _ in range(40):
+            budget.account(1000, 10_000_000)
+        return budget
+
+    def rebuilds(self, budget: RebuildBudget, steps: int, live_ns: int) -> list[int]:
+        """The positions of each of so many steps, of which those that rebuild nothing take `live_ns`."""
+        sizes = []
+        for _ in range(steps):
+            sizes.append(budget.positions())
+            if not sizes[-1]:
+                budget.account_live(live_ns)
+        return sizes
+
+    def test_a_rebuild_goes_on_although_live_steps_leave_no_time(self) -> None:
+        sizes = self.rebuilds(self.budget(live=40, rebuilt=10), 101, 200_000_000)
+        assert sizes.count(0) == 81 and max(sizes) == MIN_REBUILD_POSITIONS
+
+    def test_rebuilds_take_the_time_that_live_steps_leave_and_no_more(self) -> None:
+        sizes = self.rebuilds(self.budget(live=40, rebuilt=10), 200, 60_000_000)
+        # Of a frame of 80 ms, 68 ms are for both.
+        left = sizes.count(0) * (68 - 60) * 100
+        assert 0.8 * left <= sum(sizes) <= left
+
+    def test_time_that_live_steps_left_long_ago_is_not_used(self) -> None:
+        budget = self.budget(live=40, rebuilt=10)
+        for _ in range(100):
+            budget.account_live(1_000_000)
+        sizes = self.rebuilds(budget, 20, 68_000_000)
+        # The time of one frame, and what a rebuild gets at least.
+        assert sum(sizes) <= 80 * 100 + 20 / LIVE_STEPS_A_REBUILD * MIN_REBUILD_POSITIONS
+
+    def test_the_loop_records_the_time_that_live_steps_leave(self) -> None:
+        loop, runner = self.loop(1)
+        loop.submit([Open("l"), audio("l", 0, 1, REBUILT)], 0)
+        drain(loop)
+        assert loop._rebuild._spare_ns == 0.85 * 80_000_000 - runner.clock.now
+
+    def test_an_engine_with_a_windowed_model_sets_no_bound_for_replays(self) -> None:
+        assert loop_of(Batching(Clock(), spec=WINDOWED)).replay_positions_under_way == 0
 
     def test_gateways_send_no_more_replays_ahead_than_a_few_steps_rebuild(self) -> None:
         loop, _ = self.loop(160)

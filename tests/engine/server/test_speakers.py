@@ -401,6 +401,24 @@ def test_a_border_is_the_same_after_saving(frames: int, data: st.DataObject) -> 
     assert found + labels_of(pieces[at:], SpeakerLabels.resumed(reread(first.save()))) == labels_of(pieces)
 
 
+def test_a_part_belongs_to_the_voice_whose_mean_is_nearer() -> None:
+    """However much speech of each voice is known."""
+    labels = SpeakerLabels()
+    labels_of(conversation([(0, 30), (1, 2)]), labels)
+    first, second = [
+        labels._ratio / (1 + labels._ratio * voice.known.weight) * voice.known.total for voice in labels._voices
+    ]
+    parts = embedding(0, 0.5, 7, [0, 1] * 5).parts.astype(np.int64)
+    (best,) = labels._hypotheses([])
+    nearer = np.square(parts - second).sum(1) - np.square(parts - first).sum(1)
+    assert labels._fit(parts, best, 0) - labels._fit(parts, best, 1) == pytest.approx(nearer / 2)
+
+
+def test_large_numbers_of_a_part_keep_their_sign() -> None:
+    vector = np.eye(1, EMBEDDING_SIZE, dtype=np.float32)[0]
+    assert rounded(np.stack([vector, vector, -vector])).parts[:, 0].tolist() == [127, -127]
+
+
 def test_a_pause_is_never_moved() -> None:
     """Where one voice ends before a pause and another begins after it, labels are those of the pieces."""
     pieces = conversation([(0, 6), (1, 6)])

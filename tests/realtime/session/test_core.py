@@ -8,16 +8,18 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine import messages
 from engine.end_of_turn import numeric_eagerness
 from engine.server.speech_track import SpeechTrack
 from realtime.errors import CloseCode, IllegalEvent
-from realtime.session.core import HANDLERS, TRANSITIONS, Session, SessionLimits, SessionPhase
+from realtime.session.core import HANDLERS, TRANSITIONS, SavedSession, Session, SessionLimits, SessionPhase
 from realtime.session.events import (
     Acknowledged,
     Append,
@@ -261,6 +263,55 @@ def test_words_that_wait_for_a_report_are_not_lost_if_the_client_does_not_wait(w
     else:
         drive(End(), speech(2.496, 3.488, 0.99), messages.Closed("s", 0))
     assert [event.transcript for event in drive.sent if isinstance(event, Completed)] == ["hello again later"]
+
+
+def test_words_that_come_before_the_first_report_are_in_their_turns() -> None:
+    drive = Driver(session())
+    assert texts(drive(append(6.0), word("hello", 1.0, 1.4), word("again", 4.2, 4.5))) == []
+    drive(speech(0.0, 0.96, 0.01), speech(0.96, 1.536, 0.99), speech(2.496, 1.6, 0.01))
+    drive(flushed(), speech(4.096, 1.024, 0.99))
+    assert texts(drive.sent) == [("item_1", "hello"), ("item_2", "again")]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_the_first_part_of_a_word_that_waits_for_a_report_is_sent_with_it(moves: bool) -> None:
+    drive = Driver(session())
+    drive(append(6.0), speech(0.0, 0.96, 0.01), speech(0.96, 1.536, 0.99))
+    assert texts(drive(messages.Text("s", " ag", [], [1], sample=4 * RATE))) == []
+    if moves:
+        saved = msgspec.msgpack.encode(drive.core.save())
+        drive.core = session()
+        drive.core.load(msgspec.msgpack.decode(saved, type=SavedSession), 0.0)
+    # It is of the next turn, but in this report the first one has not ended yet.
+    assert texts(drive(speech(2.496, 0.128, 0.01))) == []
+    assert texts(drive(speech(2.624, 1.472, 0.99))) == [("item_1", "ag")]
+
+
+@pytest.mark.parametrize("seconds", [2.9, 6.0])
+def test_a_commit_takes_words_that_wait_also_if_its_flush_is_answered_before_their_report(seconds: float) -> None:
+    """After 2.9 s the commit is answered at once, after 6 s with the flush: the turn may have ended before it."""
+    drive = Driver(session())
+    drive(append(seconds), speech(0.0, 0.96, 0.01), speech(0.96, 1.536, 0.99), word("hello", 1.0, 1.4))
+    drive(word("again", 2.6, 2.8), Commit(), flushed())
+    assert [event.transcript for event in drive.sent if isinstance(event, Completed)] == ["hello again"]
+
+
+def test_a_pause_is_judged_by_words_that_came_before_its_report() -> None:
+    """Words and the report of their audio may come in any order: the turn ends at the same sample."""
+    chosen = Settings(turn_detection=TurnDetection(semantic=True, eagerness="high"))
+    ends = []
+    for late in (False, True):
+        drive = Driver(session(chosen))
+        drive(append(8.0), speech(0.0, 0.96, 0.01), speech(0.96, 0.512, 0.99))
+        said = [word("I", 1.0, 1.3), word("think.", 2.0, 2.4)]
+        reports = [speech(1.472, 1.024, 0.99), speech(2.496, 4.992, 0.01)]
+        if late:
+            whole = structs.replace(reports[0], probabilities=reports[0].probabilities + reports[1].probabilities)
+            drive(*said, whole)
+        else:
+            drive(reports[0], *said, reports[1])
+        ends.append([event.sample for event in drive.sent if isinstance(event, SpeechStopped)])
+    assert ends[0] == ends[1] != []
 
 
 def test_clear_drops_words_that_wait_for_a_report() -> None:

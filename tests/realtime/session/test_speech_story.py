@@ -10,6 +10,7 @@ import itertools
 import random
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from realtime.session.events import (
     Commit,
     Completed,
     Configure,
+    Delta,
     Feed,
     FlushEngine,
     FollowTurns,
@@ -36,6 +38,7 @@ from realtime.session.events import (
     SpeechStopped,
 )
 from realtime.session.settings import Settings, TurnDetection
+from realtime.session.turns import Turns
 from tests.engine import fakes
 from tests.engine.turn_detectors import Answers
 
@@ -82,6 +85,7 @@ class Talk:
         self.core = Session(Settings(turn_detection=detection), RATE, lambda: f"item_{next(numbers)}", limits)
         self.cutter = make_cutter(self.spec)
         self.tags = 0
+        self.runs = False
         # (second at which it was sent, event)
         self.sent: list[tuple[float, Any]] = []
         self.loop.submit([messages.Open("a", turns=self.core.turn_rule)], 0)
@@ -117,11 +121,15 @@ class Talk:
         self.run()
 
     def run(self) -> None:
+        if self.runs:
+            return  # the outputs of a step are handled in their order
+        self.runs = True
         while self.loop.has_work():
             step = self.loop.step()
             for output in [] if step is None else step.outputs:
                 if not isinstance(output, messages.StreamState):
                     self.do(output)
+        self.runs = False
         self.core.check_integrity()
 
     def of(self, *kinds: type) -> list[tuple[float, Any]]:
@@ -259,3 +267,20 @@ def test_words_are_in_their_turn_whenever_the_turn_detector_answers(
     assert any(final.words for final in finals)
     for final, following in itertools.pairwise(finals):
         assert all(word.start < following.start + RATE // 2 for word in final.words), (final, following)
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("detection", [TurnDetection(), *SCORED])
+def test_no_text_waits_while_a_speaker_goes_on(windowed: bool, detection: TurnDetection) -> None:
+    """Also with short pauses, in which the turn detector is asked and answers half a second later."""
+
+    def deltas() -> list[tuple[float, str]]:
+        talk = Talk(windowed, detection, Answers(always=0.001), 5)
+        for seed in range(6):
+            talk.play(speech(2.0, seed))
+            talk.play(sound(0.4, 0.0))
+        return [(second, event.text) for second, event in talk.of(Delta)]
+
+    with_reports = deltas()
+    with mock.patch.multiple(Turns, _is_unreported=lambda *_: False, _holds_partial=False):
+        assert with_reports == deltas() != []

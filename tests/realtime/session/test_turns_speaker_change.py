@@ -565,3 +565,27 @@ def test_words_that_wait_for_their_speakers_are_sent_before_their_item_fails() -
     driver(labels((0, 0.9, 0)))
     driver(messages.Dead("the engine stopped"))
     assert "".join(event.text for event in driver.sent if isinstance(event, Delta)) == "one two three"
+
+
+def test_words_from_before_labels_were_switched_on_do_not_wait_for_labels() -> None:
+    off = replace(CUT, include=None, turn_detection=TurnDetection())
+    drive = Driver(Session(off, RATE, counter()))
+    drive(append(2.0), speech(0.0, 1.9, 0.99), word("one", 0.5, 0.8), Configure(CUT))
+    told = drive(word("two", 1.0, 1.3))
+    assert [event.text for event in told if isinstance(event, Delta)] == [" two"]
+    # Also the final of a turn that ends before the switch has nothing to wait for.
+    for chosen in (CUT, LABELLED):
+        drive = Driver(Session(off, RATE, counter()))
+        drive(append(2.0), speech(0.0, 1.9, 0.99), word("one", 0.5, 0.8), Configure(chosen), Commit())
+        assert items(drive(flushed())) == [("item_1", "one", [None])]
+
+
+def test_labels_that_are_switched_off_are_not_sent_with_words_that_waited() -> None:
+    """The redactor still held these words when their speakers were known."""
+    off = replace(REDACTED, include=None, turn_detection=TurnDetection())
+    drive = Driver(Session(REDACTED, RATE, counter()))
+    drive(append(6.0), speech(0.0, 5.9, 0.99), labels((0.0, 3.0, 0)))
+    drive(word("call", 0.5, 0.8), word("five", 1.0, 1.3), word("six", 1.4, 1.6), Configure(off))
+    told = drive(word("then", 2.0, 2.3), word("go", 2.4, 2.6), word("home", 2.8, 3.0))
+    said = [one for event in told if isinstance(event, Delta) for one in event.words]
+    assert {one.speaker for one in said} == {None} and said[0].text == "call"
