@@ -98,6 +98,7 @@ class Limits:
     # memory. None: all of them.
     resident_streams: int | None = None
     # Whether plans have the next tasks of uploads too (`StepPlan.ahead`), because the runner encodes on another thread.
+    # They have none while a live stream is open: live streams need that thread.
     plans_ahead: bool = False
     # Most streams parked, and most brought back, in one step. At most twice as many are on their way back.
     moves: int = 4
@@ -666,7 +667,7 @@ class Scheduler:
             self.cache,
             plan,
             self.unexpected_errors,
-            limits.plans_ahead,
+            limits.plans_ahead and not self._live_count,
         )
         if rebuild_positions is None:
             rebuild_positions = limits.rebuild_positions if live else 0

@@ -101,3 +101,18 @@ def test_all_windows_but_the_first_are_planned_ahead_if_their_ends_are_known() -
         engine.commit(plan, [result_of(task) for task in plan.decode])
         engine.check_integrity()
     assert ahead == [(20, 35), (35, 50)]
+
+
+def test_nothing_is_planned_ahead_while_a_live_stream_is_open() -> None:
+    engine = Scheduler(SPEC, replace(build(SPEC, 2, 24, 64).limits, cache_embeds=200, plans_ahead=True), VOCABULARY)
+    engine.admit(Open("u", live=False))
+    engine.admit(Open("live"))
+    engine.feed("u", [Item(place, 1, place * 10, b"%d" % place, b"pcm") for place in range(60)], 0)
+    for end in (15, 35, 50):
+        engine.flush("u", None, end)
+    plan = engine.plan()
+    assert plan.decode and not plan.ahead
+    results = [DecodeResult(unfinished=True) for _ in plan.decode]
+    engine.commit(plan, results)
+    engine.abort("live")
+    assert [(task.base, task.end) for task in engine.plan().ahead] == [(15, 35)]
