@@ -368,7 +368,7 @@ async def test_the_end_is_not_missed_when_something_else_happens_at_the_same_tim
 
 
 async def drain_first_engine(play: Play) -> int:
-    """Let all streams leave the first engine for the second one. Returns how many were interrupted at a time at most."""
+    """Let all streams leave the first engine for the second one. Returns the most that were interrupted at a time."""
     await play.start()
     for number, stream in enumerate(play.streams):
         await stream.feed(fakes.speech(PIECE_SECONDS, number))
