@@ -36,6 +36,8 @@ NO_BOUNDING_CONSTANTS = {
     "engine.boundary.sockets.REFUSALS_READ_AT_ONCE": "how much is read at once",
     "engine.boundary.sockets.CURVE_BYTES": "what encryption adds to a frame",
     "engine.client.link.ITEM_HEADER_BYTES": "the size of an entry of a message",
+    "engine.client.link.SAMPLE_BYTES": "the size of a sample",
+    "engine.client.recovery.MAX_MIGRATING": "how many streams are interrupted at a time",
     "engine.client.supervisor.MAX_BACKOFF_S": "a time to wait",
     "realtime.dialects.openai.MAX_DELAY_MS": "a range of a setting",
     "realtime.dialects.deepgram.MAX_BOOST": "a range of a setting",

@@ -97,11 +97,11 @@ class Limits:
     # How many of `max_streams` can have their pages on the device at a time; the others are silent and parked in host
     # memory. None: all of them.
     resident_streams: int | None = None
+    # Most streams parked, and most brought back, in one step. At most twice as many are on their way back.
+    moves: int = 4
     # Whether plans have the next tasks of uploads too (`StepPlan.ahead`), because the runner encodes on another thread.
     # They have none while a live stream is open: live streams need that thread.
     plans_ahead: bool = False
-    # Most streams parked, and most brought back, in one step. At most twice as many are on their way back.
-    moves: int = 4
 
 
 def largest_item(spec: ModelSpec, limits: Limits) -> int:

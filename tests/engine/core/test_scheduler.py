@@ -46,7 +46,7 @@ WINDOWS = ModelSpec(
 
 def scheduler(spec: ModelSpec = FRAMES, streams: int = 4, **changes: int) -> Scheduler:
     pages = tuple(group.ring_pages * streams for group in spec.kv_groups)
-    limits = Limits(streams, spec.embeds_per_stream * streams, pages, step_positions=64, step_embeds=64)
+    limits = Limits(streams, spec.embeds_for(live=False) * streams, pages, step_positions=64, step_embeds=64)
     return Scheduler(spec, replace(limits, **changes), VOCABULARY)
 
 

@@ -45,7 +45,7 @@ WINDOWS = ModelSpec(
 
 def build(spec: ModelSpec, streams: int, step_positions: int, step_embeds: int) -> Scheduler:
     pages = tuple(group.ring_pages * streams for group in spec.kv_groups)
-    limits = Limits(streams, spec.embeds_per_stream * streams, pages, step_positions, step_embeds)
+    limits = Limits(streams, spec.embeds_for(live=False) * streams, pages, step_positions, step_embeds)
     return Scheduler(spec, limits, VOCABULARY)
 
 
