@@ -12,12 +12,11 @@ task. A stream that gets no engine in time is ended with an error.
 A stream that may have crashed its engine (a suspect) is on probation while it is the only suspect that is reopened: if
 the engine crashes again, it was this stream.
 
-`Migrations` checks the pool a few times per second, and migrates the streams of draining engines one by one. A stream
-migrates in a pause of speech if one comes soon, because the interruption is least noticed there. A few migrate at a
-time. A slot on the target
-is reserved first, with a placeholder stream; if there is none, the stream stays. The stream is then reopened on the
-target as after the loss of an engine, and its words do not change. The old engine keeps it until the new one has all of
-its audio.
+`Migrations` checks the pool a few times per second, and migrates the streams of draining engines, a few at a time. A
+stream migrates in a pause of speech if one comes soon, because the interruption is least noticed there. A slot on the
+target is reserved first, with a placeholder stream; if there is none, the stream stays. The stream is then reopened on
+the target as after the loss of an engine, and its words do not change. The old engine keeps it until the new one has
+all of its audio.
 """
 
 from __future__ import annotations

@@ -255,10 +255,7 @@ class Planner:
             return
         base, stop = window
         first, _ = stream.timeline.window(base, stop)
-        while stream.encoded < first:
-            # Items that are skipped: their audio is not needed.
-            stream.timeline.item(stream.encoded).payload = None
-            stream.encoded += 1
+        stream.drop_audio_before(first)
         rows = self._rows_of(stream, base, stop)
         if len(rows) == stop - base:
             stream.ahead_until = stop
@@ -970,10 +967,8 @@ class Scheduler:
         while index < stop:
             stream.cached_rows -= self.cache.release(stream.cached, index)
             index += 1
-        # Items that were skipped: their audio is not needed.
-        while stream.encoded < stop:
-            timeline.item(stream.encoded).payload = None
-            stream.encoded += 1
+        if stream.encoded < stop:
+            stream.drop_audio_before(stop)
         if keep >= stream.prune_at:
             stream.prune_at = keep + PRUNE_EVERY_POSITIONS
             horizon = keep - self.spec.history_positions

@@ -516,6 +516,12 @@ class Stream:
             self.pauses.popleft()
         return self.pauses[0] if self.pauses else None
 
+    def drop_audio_before(self, index: int) -> None:
+        """Items before this one that were not encoded are skipped: their audio is not needed."""
+        while self.encoded < index:
+            self.timeline.item(self.encoded).payload = None
+            self.encoded += 1
+
     def window_after(self, end: int) -> tuple[int, int] | None:
         """The window [base, stop) of the utterance after the one that ends at `end`; None if its end is not known."""
         base = end

@@ -268,8 +268,7 @@ def _load_streaming(
     live_encoder = BlockEncoder(streaming, StreamingEncoder(streaming.encoder, streaming_spec, BLOCK_FRAMES))
     spec = windowed_spec(path.name, WINDOW_POSITIONS, live_encoder.first_stride, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=replace(streaming.options, keywords=spec.options.keywords, revises=True))
-    limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
-    limits = replace(limits, plans_ahead=threads > 1)
+    limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP, plans_ahead=threads > 1)
     file_encoder = WindowEncoder(published, pieces, Policy())
     windows = HostWindows(streaming, live_encoder, file_encoder, limits.cache_embeds, threads, decode)
     vocabulary = Vocabulary(pieces)
@@ -291,8 +290,7 @@ def windowed_on_cpu(
     `decode`: a decoder pass in place of a traced one. `encoder_threads`: see `HostWindows`."""
     spec = windowed_spec(name, WINDOW_POSITIONS, STRIDE_POSITIONS, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords))
-    limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
-    limits = replace(limits, plans_ahead=threads > 1)
+    limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP, plans_ahead=threads > 1)
     policy = Policy()
     # Three settings of one set of weights: for live windows, for live windows that end at a pause, and for windows of
     # uploads. An upload's window is read once, so it can be padded as in the model's training: with little silence
@@ -359,7 +357,7 @@ def windowed_on_device(
     return WindowedRunner(model, Vocabulary(pieces), spec, policy, windows), limits
 
 
-def _windowed_limits(spec: ModelSpec, streams: int, windows_per_step: int) -> Limits:
+def _windowed_limits(spec: ModelSpec, streams: int, windows_per_step: int, plans_ahead: bool = False) -> Limits:
     # Windows of uploads are longer, but only a few of them are in memory at once.
     longer_windows = WINDOWS_PER_STEP * (spec.embeds_for(live=False) - spec.embeds_for(live=True))
     return Limits(
@@ -367,4 +365,5 @@ def _windowed_limits(spec: ModelSpec, streams: int, windows_per_step: int) -> Li
         cache_embeds=streams * spec.embeds_for(live=True) + longer_windows + SPARE_EMBEDS,
         step_positions=windows_per_step * spec.window_positions,
         step_embeds=windows_per_step * spec.window_positions,
+        plans_ahead=plans_ahead,
     )

@@ -193,13 +193,11 @@ class Tails:
     def context(self, slot: int, base: int, end: int) -> Tail | None:
         """The tail, if it is recent and the window [base, end) too short to be decoded well without it; else None."""
         tail = self._tails.get(slot)
-        if tail is None or base - tail.end > self._policy.tail_gap or end - base > self._policy.tail_until:
-            return None
-        return tail
+        return tail if tail is not None and self.may_need(tail.end, base, end) else None
 
-    def may_follow(self, end: int, task: DecodeTask) -> bool:
-        """Whether an utterance that ends at `end` may leave a tail for this task's window."""
-        return task.base - end <= self._policy.tail_gap and task.end - task.base <= self._policy.tail_until
+    def may_need(self, tail_end: int, base: int, end: int) -> bool:
+        """Whether a tail that ends at `tail_end` is recent for the window [base, end), and the window short."""
+        return base - tail_end <= self._policy.tail_gap and end - base <= self._policy.tail_until
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
         tail = self.context(slot, base, end)
@@ -273,7 +271,7 @@ class WindowEncoder:
     def begin_ahead(self, task: DecodeTask, audio: Tensor, end: int) -> None:
         """Prepare to encode this window, which follows one that ends at `end`. Does nothing if it may need that
         window's text."""
-        if not self._tails.may_follow(end, task):
+        if not self._tails.may_need(end, task.base, task.end):
             ahead = WindowAhead((task.base, task.end), self._encode_in_pieces(task, audio))
             self._ahead.setdefault(task.slot, deque()).append(ahead)
 
