@@ -24,6 +24,7 @@ from benchmarks.measuring import RunFailed, cpu_seconds, read_process, with_desc
 from engine.options import DEFAULT_MODEL
 
 READY_S = 180.0
+SHOWN_WARNINGS = 20
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +88,11 @@ class Child:
     def said(self) -> str:
         """What it has printed."""
         return self._log.read_text()
+
+    def warnings(self) -> list[str]:
+        """The last lines that it has logged as warnings or errors."""
+        lines = self.said().splitlines() if self._log.exists() else []
+        return [line for line in lines if "WARNING" in line or "ERROR" in line][-SHOWN_WARNINGS:]
 
     def kill(self) -> None:
         if self._process.poll() is not None:
@@ -186,6 +192,8 @@ class Server:
     def stop(self) -> None:
         for child in reversed(self._children):
             child.stop()
+            for line in child.warnings():
+                print(f"{child.name}: {line}")
         self._folder.cleanup()
         signal.signal(signal.SIGTERM, self._on_term)
 

@@ -403,6 +403,8 @@ class Speech(Message, tag="speech"):
     track: TrackState = TrackState()
     # How many samples of the frames are surely speech.
     spoken: int = 0
+    # Whether the model is given no audio at present, because there has been silence for long.
+    skipped: bool = False
 
     @property
     def end(self) -> int:

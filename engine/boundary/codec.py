@@ -28,7 +28,7 @@ from engine.messages import Message
 from engine.spec import ModelSpec
 
 # Must be raised whenever an older peer could misread a message.
-WIRE_VERSION = 22
+WIRE_VERSION = 23
 
 Frames = Sequence[Any]
 Payload = NDArray[np.float32]

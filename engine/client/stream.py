@@ -59,6 +59,16 @@ MAX_QUEUED_OUTPUTS = 1024
 _FINAL = (messages.Closed, messages.Failed, messages.Dead)
 # After this time without audio, silence is fed to a live stream that has an unanswered flush.
 QUIET_LINE_SECONDS = 0.3
+# Silence that the engine skips is sent this much later, several appends in one message: for the engine's one thread a
+# message with silence is as much work as one with speech.
+HELD_SECONDS = 0.3
+# Audio that is this much louder than the silence before it (in power) may be speech, and is sent at once. Quieter audio
+# than the second value never is speech: -70 dB of full scale.
+LOUDER, INAUDIBLE_POWER = 4.0, 1e-7
+# How fast the level of the silence follows, per append.
+LEVEL_STEP = 0.1
+# Most seconds of audio that wait, of a client that sends faster than people speak.
+MAX_HELD_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,6 +448,42 @@ class PreviousEngine:
         )
 
 
+class HeldSilence:
+    """Audio of a stream that is sent later: silence that the engine skips (`Speech.skipped`), except for audio that may
+    be the beginning of speech. No word depends on it, because the engine gets the same items a little later."""
+
+    def __init__(self, sample_rate: int) -> None:
+        self.pieces: list[NDArray[np.float32]] = []
+        self._samples = 0
+        self._max_samples = int(MAX_HELD_SECONDS * sample_rate)
+        # Whether the engine skips the stream's silence at present.
+        self.is_skipped = False
+        # Power of the silence, a moving average; None before the first append.
+        self._level: float | None = None
+
+    def note(self, is_skipped: bool) -> None:
+        """The engine has reported whether it skips silence."""
+        if is_skipped != self.is_skipped:
+            self.is_skipped, self._level = is_skipped, None
+
+    def add(self, samples: NDArray[np.float32]) -> None:
+        self.pieces.append(samples)
+        self._samples += len(samples)
+
+    def may_wait(self, samples: NDArray[np.float32]) -> bool:
+        """Whether these samples are as quiet as the silence before them."""
+        if not self.is_skipped or not len(samples) or self._samples + len(samples) > self._max_samples:
+            return False
+        power, level = float(np.dot(samples, samples)) / len(samples), self._level
+        self._level = power if level is None else level + LEVEL_STEP * (power - level)
+        return level is not None and power <= max(LOUDER * level, INAUDIBLE_POWER)
+
+    def take(self) -> list[NDArray[np.float32]]:
+        """Return and clear the pieces."""
+        pieces, self.pieces, self._samples = self.pieces, [], 0
+        return pieces
+
+
 class EngineStream:
     """A stream, made by `EngineClient.open`; iterate over it for its outputs until it ends."""
 
@@ -454,6 +500,11 @@ class EngineStream:
         self._limits = limits
         self._on_end = on_end
         self._cutter = make_cutter(spec)
+        # Samples that follow those of the cutter and are sent later.
+        self._held = HeldSilence(spec.sample_rate)
+        self._held_timer: asyncio.TimerHandle | None = None
+        # Called when held audio was sent.
+        self.on_held_sent: Callable[[], None] | None = None
         # The commands with which another engine can rebuild the stream.
         self.replay_log = ReplayLog(spec)
         # What the model has computed and another engine needs besides them.
@@ -501,6 +552,7 @@ class EngineStream:
     async def gap(self, samples: int) -> None:
         """Feed silence of this many samples without sending any audio."""
         await self._wait_for_room()
+        self._send_held()
         self._send_items(prepare(self._cutter, self._cutter.cut_gap(samples), self._spec))
 
     async def feed_items(self, items: Sequence[Item | None]) -> None:
@@ -542,6 +594,7 @@ class EngineStream:
         follows. An upload to a model with a delay ignores `pause`.
         """
         await self._wait_for_room()
+        self._send_held()
         if pause is None or not (self._spec.rereads_window or self._opening.live):
             pause = None
             self._send_items(self._cut_rest())
@@ -556,6 +609,7 @@ class EngineStream:
 
     def change_turns(self, turns: messages.TurnRule | None) -> None:
         """Use another rule for the ends of turns from here on."""
+        self._send_held()
         self.replay_log.mark_turns(turns)
         if not self._spec.rereads_window:  # the saved state of a windowed model has the rule
             self._rules.append((self.replay_log.end_sample, turns))
@@ -564,6 +618,7 @@ class EngineStream:
     async def finish(self) -> None:
         """No more audio follows; the outputs end with `Closed` after the last text."""
         self._check_open()
+        self._send_held()
         self._send_items(self._cut_rest())
         self._finished = True
         self._send(messages.Finish(self.id))
@@ -573,6 +628,7 @@ class EngineStream:
         if self._ended:
             return
         self._finished = self._aborted = True
+        self._held.take()
         if self._delivery is None or not self._delivery.abort():
             self.end(messages.Closed(self.id, self.replay_log.end_sample))
 
@@ -601,7 +657,14 @@ class EngineStream:
     def rest(self) -> NDArray[np.float32]:
         """Return audio that was fed and not yet sent to the engine, with the context before it. Empty during a
         migration: an adopting gateway would continue on the previous engine, and the client sends the audio again."""
-        return self._cutter.rest() if self.previous_engine.sending_rest is None else np.zeros(0, np.float32)
+        if self.previous_engine.sending_rest is not None:
+            return np.zeros(0, np.float32)
+        return np.concatenate([self._cutter.rest(), *self._held.pieces])
+
+    @property
+    def holds_audio(self) -> bool:
+        """Whether audio that was fed is sent later (`HeldSilence`)."""
+        return bool(self._held.pieces)
 
     def release(self) -> None:
         """The stream continues at another gateway: send nothing more, and deliver no more outputs here."""
@@ -745,6 +808,9 @@ class EngineStream:
             case messages.Text():
                 self.outputs.put(self._replay_state.on_text(output))
             case messages.Speech():
+                self._held.note(output.skipped)
+                if not output.skipped:
+                    self._send_held()
                 self.outputs.put_speech(output)
             case messages.Labels() | messages.Revised():
                 self._on_late_result(output)
@@ -815,7 +881,25 @@ class EngineStream:
         return not self.outputs.full and (self.placement.link is None or self.placement.link.has_room)
 
     def _cut_and_send(self, samples: NDArray[np.float32]) -> None:
-        self._send_items(prepare(self._cutter, self._cutter.cut(samples), self._spec))
+        held = self._held
+        if held.may_wait(samples) and not self._unanswered:
+            held.add(samples)
+            if self._held_timer is None:
+                self._held_timer = asyncio.get_running_loop().call_later(HELD_SECONDS, self._send_held)
+        elif held.pieces:
+            held.add(samples)
+            self._send_held()
+        else:
+            self._send_items(prepare(self._cutter, self._cutter.cut(samples), self._spec))
+
+    def _send_held(self) -> None:
+        if self._held_timer is not None:
+            self._held_timer.cancel()
+            self._held_timer = None
+        if pieces := self._held.take():
+            self._send_items(prepare(self._cutter, self._cutter.cut(np.concatenate(pieces)), self._spec))
+            if self.on_held_sent is not None:
+                self.on_held_sent()
 
     def _answer_flush_later(self) -> None:
         """Make sure that a flush at a pause is answered even if no audio follows (models with a delay)."""
@@ -825,6 +909,7 @@ class EngineStream:
     def _feed_silence_if_quiet(self, end: int) -> None:
         """Feed silence if a flush is unanswered and no audio came after position `end`."""
         if self._unanswered and not self._finished and not self._ended:
+            self._send_held()
             if self.replay_log.end > end:
                 self._answer_flush_later()
             else:

@@ -353,14 +353,16 @@ class SilenceSkipper:
             return False
         return not is_silence or stream.is_marked
 
-    def on_track(self, name: str, sample: int, frame_samples: int) -> None:
-        """The stream's speech track has processed the audio up to this sample: release items. Raises StreamError."""
+    def on_track(self, name: str, sample: int, frame_samples: int) -> bool:
+        """The stream's speech track has processed the audio up to this sample: release items. Returns whether its
+        silence is skipped. Raises StreamError."""
         stream = self._streams.get(name)
         if stream is None or stream.gate is None or name not in self._scheduler.streams:
-            return
+            return False
         stream.on_track(sample, frame_samples)
         if not stream.nothing_is_released:
             self._release(name, stream)
+        return not stream.gate.is_open
 
     def add_skips(self, outputs: Iterable[Output]) -> None:
         """Add the skipped positions to the texts, so that a replay skips the same."""

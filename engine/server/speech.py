@@ -171,8 +171,9 @@ class TrackFollower(Protocol):
         """Whether `on_track` must be called after each frame, and not only after the last one. `is_silence`: the frames
         continue a silence."""
 
-    def on_track(self, name: str, sample: int, frame_samples: int) -> None:
-        """The track has processed the audio up to this sample, in frames of this length."""
+    def on_track(self, name: str, sample: int, frame_samples: int) -> bool:
+        """The track has processed the audio up to this sample, in frames of this length. Returns whether the stream's
+        silence is skipped."""
 
 
 class Listener:
@@ -506,7 +507,7 @@ class Listener:
                 self._apply_events(name, track, events)
             if spoken is not None and spoken.is_asked:
                 spoken.answer()
-            self._skipper.on_track(name, track.sample, frame)
+            speech.skipped = self._skipper.on_track(name, track.sample, frame)
         speech.track, speech.spoken = track.state, track.take_spoken()
 
     def _apply_events(self, name: str, track: SpeechTrack, events: list[TrackEvent]) -> None:

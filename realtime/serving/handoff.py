@@ -259,7 +259,10 @@ class SessionHandoff:
             return
         self._entries.append(encode_entry(now, type(event).__name__, event))
         self._entries_since_base += 1
-        if isinstance(event, Gap) or not all(isinstance(effect, Measured) for effect in effects):
+        stream = self._stream()
+        if isinstance(event, Gap) and stream is not None and stream.holds_audio:
+            stream.on_held_sent = self._send_soon  # the entry leaves with the audio
+        elif isinstance(event, Gap) or not all(isinstance(effect, Measured) for effect in effects):
             self._send_soon()
         # Else an engine output without visible effect: the engine keeps it until a later save acknowledges it.
 
