@@ -808,10 +808,7 @@ class EngineStream:
             case messages.Text():
                 self.outputs.put(self._replay_state.on_text(output))
             case messages.Speech():
-                self._held.note(output.skipped)
-                if not output.skipped:
-                    self._send_held()
-                self.outputs.put_speech(output)
+                self._on_speech(output)
             case messages.Labels() | messages.Revised():
                 self._on_late_result(output)
             case messages.Flushed():
@@ -828,6 +825,12 @@ class EngineStream:
             case messages.Refused():
                 # The command crossed with the end of the stream; it changed nothing.
                 logger.debug("stream %s: %s", self.id, output.message)
+
+    def _on_speech(self, output: messages.Speech) -> None:
+        self._held.note(output.skipped)
+        if not output.skipped:
+            self._send_held()
+        self.outputs.put_speech(output)
 
     def _on_late_result(self, output: messages.Labels | messages.Revised) -> None:
         if isinstance(output, messages.Labels) and output.state is not None:
