@@ -346,7 +346,7 @@ ACK_SECONDS = 0.02
 # How long to wait when there is nothing to do but to see whether copies of pages are complete.
 COPY_SECONDS = 0.001
 # Intervals of the reports of streams' progress and of the engine's load.
-PROGRESS_SECONDS = 0.04
+PROGRESS_SECONDS = 0.08
 STATUS_SECONDS = 0.08
 # Items of audio applied before the next step, per position that a step reads of a stream; and the fewest in all.
 ITEMS_A_POSITION = 2

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from msgspec import structs
@@ -31,7 +31,7 @@ from engine.core.stream import REPORT_AFTER_TOKENS
 from engine.errors import StreamFinished
 from engine.messages import SKIPPED, Finish, Flush, Item, Open, Output, Text
 from engine.server.speech import Target
-from engine.server.speech_track import GateSettings, SpeechGate
+from engine.server.speech_track import GateSettings, SpeechGate, SpeechTrack
 from engine.spec import ModelSpec
 
 SAMPLE_RATE = 16_000
@@ -345,13 +345,13 @@ class SilenceSkipper:
         stream = self._streams.get(name)
         return None if stream is None else stream.gate
 
-    def needs_each_frame(self, name: str, is_silence: bool) -> bool:
-        """Whether items wait: then the state of the gate after each frame counts. In a silence that goes on
-        (`is_silence`) the last state counts, unless a flush waits."""
+    def needs_each_frame(self, name: str, track: SpeechTrack, probabilities: Sequence[float]) -> bool:
+        """Whether items wait: then the state of the gate after each frame counts. In a silence that goes on the last
+        state counts, unless a flush waits."""
         stream = self._streams.get(name)
         if stream is None or stream.gate is None or not stream.waiting:
             return False
-        return not is_silence or stream.is_marked
+        return stream.is_marked or not track.is_silence(probabilities)
 
     def on_track(self, name: str, sample: int, frame_samples: int) -> bool:
         """The stream's speech track has processed the audio up to this sample: release items. Returns whether its

@@ -167,9 +167,8 @@ class TrackFollower(Protocol):
     def gate(self, name: str) -> SpeechGate | None:
         """The gate that the stream's track has to drive, if any."""
 
-    def needs_each_frame(self, name: str, is_silence: bool) -> bool:
-        """Whether `on_track` must be called after each frame, and not only after the last one. `is_silence`: the frames
-        continue a silence."""
+    def needs_each_frame(self, name: str, track: SpeechTrack, probabilities: Sequence[float]) -> bool:
+        """Whether `on_track` must be called after each of the next frames, and not only after the last one."""
 
     def on_track(self, name: str, sample: int, frame_samples: int) -> bool:
         """The track has processed the audio up to this sample, in frames of this length. Returns whether the stream's
@@ -497,7 +496,7 @@ class Listener:
             spoken.set_frame(frame)
         steps: Iterable[Sequence[float]] = [speech.probabilities]
         is_asked = spoken is not None and spoken.is_asked
-        if is_asked or self._skipper.needs_each_frame(name, track.is_silence(speech.probabilities)):
+        if is_asked or self._skipper.needs_each_frame(name, track, speech.probabilities):
             steps = [(probability,) for probability in speech.probabilities]
         for probabilities in steps:
             events = track.add_frames(probabilities, frame)

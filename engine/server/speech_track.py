@@ -243,6 +243,17 @@ class SpeechGate:
                 decisions.append(split)
         return decisions
 
+    @property
+    def speech_changes_nothing(self) -> bool:
+        """Whether more speech of the track changes nothing but the time (`pass_speech`)."""
+        settings = self.settings
+        return self.state is GateState.OPEN and self._paused_at is None and settings.longest_samples is None
+
+    def pass_speech(self, samples: int) -> None:
+        """In OPEN, without a pause: the next frames are speech. As `add_frame` for each."""
+        self._sample += samples
+        self._speech_end = self._sample
+
     def skip_silence(self) -> list[Decision]:
         """To be called after frames: returns a Skip if there is more audio that the model certainly does not need."""
         if self.is_open:
@@ -510,6 +521,18 @@ class SpeechTrack:
                 return False
         return True
 
+    def is_speech(self, probabilities: Sequence[float]) -> bool:
+        """Fast path: whether these frames only continue speech, so that nothing but the time changes."""
+        if self.phase is not Phase.SPEAKING or self._changes or self._questions or self.sample < self._judged_before:
+            return False
+        gate, above = self.gate, self._speech_above
+        if not probabilities or (gate is not None and not gate.speech_changes_nothing):
+            return False
+        for probability in probabilities:
+            if not above <= probability <= 1:
+                return False
+        return True
+
     def add_frames(self, probabilities: Sequence[float], frame_samples: int) -> list[TrackEvent]:
         """Process the next frames. Returns events and decisions in order of time, with at most one Skip, at the end.
 
@@ -521,6 +544,9 @@ class SpeechTrack:
             samples = len(probabilities) * frame_samples
             self.sample += samples
             return [] if self.gate is None else [*self.gate.pass_silence(samples)]
+        if self.is_speech(probabilities):
+            self._pass_speech(len(probabilities) * frame_samples)
+            return []
         return self._add_each(probabilities, frame_samples)
 
     def _add_each(self, probabilities: Sequence[float], frame_samples: int) -> list[TrackEvent]:
@@ -549,6 +575,15 @@ class SpeechTrack:
         if gate is not None:
             found += gate.skip_silence()
         return found
+
+    def _pass_speech(self, samples: int) -> None:
+        start = self.sample
+        self.sample = self._last_sound = start + samples
+        self._spoken += samples
+        if self.gate is not None:
+            if self._sounds is not None and samples:
+                self._note_sound(start, self.sample)
+            self.gate.pass_speech(samples)
 
     def take_spoken(self) -> int:
         """How many samples of the frames since the last call are surely speech."""
@@ -689,8 +724,11 @@ class SpeechTrack:
         self._loud, self._quiet = effective.threshold, stop_threshold(effective.threshold)
         # Frames below this probability are no sound, no speech and no evidence of speech.
         self._silent_below = min(SOUND, self._loud)
+        # Frames from this probability on are sound, and surely speech.
+        self._speech_above = max(SOUND, SURELY_SPEECH, self._quiet)
         if self.gate is not None:
             self._silent_below = min(self._silent_below, self.gate.settings.stop_threshold)
+            self._speech_above = max(self._speech_above, self.gate.settings.stop_threshold)
         self._min_speech, self._silence = effective.min_speech_samples, effective.silence_samples
 
     def _note_sound(self, start: int, end: int) -> None:

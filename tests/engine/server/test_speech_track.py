@@ -18,6 +18,7 @@ from engine.messages import (
     SpeechPaused,
     SpeechResumed,
     SpeechStarted,
+    TrackState,
     TurnRule,
     TurnScored,
 )
@@ -213,21 +214,30 @@ class JudgingEachFrame(SpeechTrack):
     def is_silence(self, probabilities: Sequence[float]) -> bool:
         return False
 
+    def is_speech(self, probabilities: Sequence[float]) -> bool:
+        return False
+
 
 @example_settings(max_examples=200, deadline=None)
 @given(
     first=RULES,
-    pieces=st.lists(st.lists(st.sampled_from([0.0, 0.05, 0.1, 0.2, 0.34, 0.36, 0.9]), max_size=6), max_size=30),
+    pieces=st.lists(
+        st.lists(st.sampled_from([0.0, 0.05, 0.1, 0.2, 0.34, 0.36, 0.9]), max_size=6)
+        | st.lists(st.sampled_from([0.55, 0.65, 0.9, 1.0]), max_size=6),
+        max_size=30,
+    ),
     changes=CHANGES,
-    gate=st.sampled_from([None, WINDOWED, SKIPPING]),
+    gate=st.sampled_from([None, WINDOWED, SKIPPING, WINDOWED.for_files(60 * FRAME)]),
     finds_sounds=st.booleans(),
+    continued=st.none() | st.tuples(st.sampled_from(Phase), st.integers(0, 20 * FRAME)),
 )
-def test_silence_that_is_passed_at_once_is_as_if_each_frame_were_judged(
+def test_frames_that_are_passed_at_once_are_as_if_each_were_judged(
     first: TurnRule,
     pieces: list[list[float]],
     changes: list[tuple[int, TurnRule | None]],
     gate: GateSettings | None,
     finds_sounds: bool,
+    continued: tuple[Phase, int] | None,
 ) -> None:
     tracks = [
         kind(first, None if gate is None else SpeechGate(gate), finds_sounds=finds_sounds)
@@ -235,6 +245,8 @@ def test_silence_that_is_passed_at_once_is_as_if_each_frame_were_judged(
     ]
     for track in tracks:
         apply(track, changes)
+        if continued is not None:
+            track.continue_from(TrackState(continued[0], sample=continued[1]))
     for piece in pieces:
         fast, slow = (track.add_frames(piece, FRAME) for track in tracks)
         assert fast == slow
