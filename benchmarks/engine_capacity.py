@@ -109,8 +109,10 @@ class Watch:
             return answers
 
         runner.launch = launch_and_note  # type: ignore[method-assign]
-        if isinstance(detector, DeviceSpeechDetector) and detector._graphs is not None:
-            self._time_calls(detector._graphs, "run")
+        if isinstance(detector, DeviceSpeechDetector):
+            for buffers in detector._rounds:
+                if buffers.graphs is not None:
+                    self._time_calls(buffers.graphs, "run")
 
     def follow(self, scheduler: Scheduler) -> None:
         """Record each step when it is committed."""

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Generic, Protocol, TypeVar
 
@@ -277,15 +278,14 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-# Most samples of a stream in one round: one position of a live stream. Longer pieces, which only uploads have, take
-# several rounds.
+# Most samples of a stream in one round: one position of a live stream.
 ROUND_SAMPLES = 1280
 # Most streams in one round; more streams take several rounds.
 MAX_ROUND_STREAMS = 512
-
-# Samples of a row: the context, up to one sample less than a frame that are carried over, and the new samples.
-_ROW_SAMPLES = CONTEXT_SAMPLES + FRAME_SAMPLES - 1 + ROUND_SAMPLES
-_MAX_FRAMES = (FRAME_SAMPLES - 1 + ROUND_SAMPLES) // FRAME_SAMPLES
+# Rounds for longer pieces: (positions, most streams). Silence that is skipped comes a few positions at a time, replays
+# and uploads come in items of sixteen.
+LONGER_ROUNDS = ((4, 128), (16, 32))
+LONGER_ROUND_SIZES = (4, 8, 16, 32, 64)
 
 
 @dataclass(slots=True, eq=False)
@@ -311,12 +311,31 @@ class _Round:
     probabilities: Download
 
 
+class _RoundBuffers:
+    """Fixed buffers for rounds with at most `samples` new samples of each stream, so that a recorded graph can read and
+    write them."""
+
+    def __init__(self, samples: int, capacity: int, padding_slot: int, device: torch.device) -> None:
+        self.new_samples, self.capacity = samples, capacity
+        self.max_frames = (FRAME_SAMPLES - 1 + samples) // FRAME_SAMPLES
+        # For each row: its slot, the number of carried samples, the number of new samples.
+        self.indices = torch.zeros(3, capacity, dtype=torch.int64, device=device)
+        self.indices[0] = padding_slot
+        self.samples = torch.zeros(capacity, samples, device=device)
+        self.probabilities = torch.zeros(capacity, self.max_frames, device=device)
+        # A row has the context, up to one sample less than a frame that are carried over, and the new samples.
+        self.columns = torch.arange(CONTEXT_SAMPLES + FRAME_SAMPLES - 1 + samples, device=device)
+        self.frames = torch.arange(self.max_frames, device=device)
+        self.graphs: StepGraphs | None = None
+
+
 class DeviceSpeechDetector(Detector):
     """Detector on the device that also runs the model; at most `max_streams` streams are open at a time.
 
     The device has, by slot, the recurrent state, the samples that do not fill a frame yet, and the length of the
-    digital silence. A round takes at most `ROUND_SAMPLES` new samples of each stream and computes the up to three
-    frames that they complete, for all streams in one batch, in fixed buffers: on CUDA a round is a recorded graph. The
+    digital silence. A round takes new samples of many streams and computes the frames that they complete, in one batch
+    and in fixed buffers: on CUDA a round is a recorded graph. There are rounds for one position of each stream, and
+    longer ones (`LONGER_ROUNDS`), because many short rounds in a row would keep host and device from live streams. The
     host counts samples, and waits for probabilities only when they are read.
 
     Samples are uploaded separately, although the step's buffers have most of them: audio that is already in the encoder
@@ -335,26 +354,27 @@ class DeviceSpeechDetector(Detector):
         self._carried = torch.zeros(rows, _SPAN_SAMPLES, device=device)
         self._silent_frames = torch.zeros(rows, dtype=torch.int64, device=device)
         self._probability = torch.zeros(rows, device=device)
-        self._capacity = min(max_streams, MAX_ROUND_STREAMS)
-        # For each row: its slot, the number of carried samples, the number of new samples.
-        self._indices = torch.zeros(3, self._capacity, dtype=torch.int64, device=device)
-        self._indices[0] = max_streams
-        self._samples = torch.zeros(self._capacity, ROUND_SAMPLES, device=device)
-        self._probabilities = torch.zeros(self._capacity, _MAX_FRAMES, device=device)
-        self._columns = torch.arange(_ROW_SAMPLES, device=device)
+        # From the shortest round to the longest.
+        self._rounds = [
+            _RoundBuffers(positions * ROUND_SAMPLES, min(max_streams, capacity), max_streams, device)
+            for positions, capacity in ((1, MAX_ROUND_STREAMS), *LONGER_ROUNDS)
+        ]
         self._slots: DetectorSlots[_DeviceStream] = DetectorSlots(max_streams)
         self._stream_states = self._slots.stream_states
         # Slots that were opened since the last round.
         self._new_slots: list[int] = []
         self._padding_slot = max_streams
-        self._graphs: StepGraphs | None = None
         if device.type == "cuda" and graphs:
-            self._graphs = StepGraphs(self._round, self._capacity)
+            for buffers in self._rounds:
+                longer = [size for size in LONGER_ROUND_SIZES if size < buffers.capacity]
+                sizes = [*longer, buffers.capacity] if buffers.new_samples > ROUND_SAMPLES else ()
+                buffers.graphs = StepGraphs(partial(self._round, buffers), buffers.capacity, sizes)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        if self._graphs is not None:
-            self._graphs.capture()
+        for buffers in self._rounds:
+            if buffers.graphs is not None:
+                buffers.graphs.capture(pool_of=self._rounds[0].graphs)
 
     def open(self, stream: str, sample: int = 0) -> None:
         """Begin to listen to a stream whose next sample is number `sample`."""
@@ -372,10 +392,27 @@ class DeviceSpeechDetector(Detector):
         self._clear_new_slots()
         rounds: list[_Round] = []
         while batch:
-            starts = range(0, len(batch), self._capacity)
-            rounds += [self._run(batch[start : start + self._capacity]) for start in starts]
-            batch = [(stream, samples[ROUND_SAMPLES:]) for stream, samples in batch if len(samples) > ROUND_SAMPLES]
+            rest: list[tuple[str, Samples]] = []
+            for buffers, part in self._by_length(batch):
+                starts = range(0, len(part), buffers.capacity)
+                rounds += [self._run(buffers, part[start : start + buffers.capacity]) for start in starts]
+                size = buffers.new_samples
+                rest += [(stream, samples[size:]) for stream, samples in part if len(samples) > size]
+            batch = rest
         return lambda: self._read_all(rounds)
+
+    def _by_length(self, batch: list[tuple[str, Samples]]) -> Iterator[tuple[_RoundBuffers, list[tuple[str, Samples]]]]:
+        """Yield the batch in parts: each stream is in the part with the shortest round that takes all of its samples,
+        or else with the longest round."""
+        shortest, left = 0, len(batch)
+        for buffers in self._rounds:
+            most = buffers.new_samples if buffers is not self._rounds[-1] else max(len(samples) for _, samples in batch)
+            part = [one for one in batch if shortest <= len(one[1]) <= most]
+            if part:
+                yield buffers, part
+            shortest, left = most + 1, left - len(part)
+            if not left:
+                break
 
     @torch.inference_mode()
     def pass_silence(self, stream: str, samples: int) -> Speech:
@@ -397,47 +434,47 @@ class DeviceSpeechDetector(Detector):
             for state in (self._hidden, self._cell, self._carried, self._silent_frames, self._probability):
                 state.index_fill_(0, slots, 0)
 
-    def _run(self, batch: list[tuple[str, Samples]]) -> _Round:
-        """Run one round, with at most `ROUND_SAMPLES` of each stream."""
+    def _run(self, buffers: _RoundBuffers, batch: list[tuple[str, Samples]]) -> _Round:
+        """Run one round, with at most as many samples of each stream as it takes."""
         streams, pieces = zip(*batch, strict=True)
         stream_states = [self._stream_states[stream] for stream in streams]
         count = len(stream_states)
-        indices = staging((3, self._capacity), torch.int64, self._device)
+        indices = staging((3, buffers.capacity), torch.int64, self._device)
         view = indices.numpy()
         view[:, count:] = [[self._padding_slot], [0], [0]]
         view[0, :count] = [stream_state.slot for stream_state in stream_states]
         view[1, :count] = [stream_state.carried_samples for stream_state in stream_states]
         view[2, :count] = [len(piece) for piece in pieces]
-        np.minimum(view[2], ROUND_SAMPLES, out=view[2])
-        self._indices.copy_(indices, non_blocking=True)
-        self._upload_samples(pieces, view[2, :count])
-        if self._graphs is not None:
-            self._graphs.run(count)
+        np.minimum(view[2], buffers.new_samples, out=view[2])
+        buffers.indices.copy_(indices, non_blocking=True)
+        self._upload_samples(buffers, pieces, view[2, :count])
+        if buffers.graphs is not None:
+            buffers.graphs.run(count)
         else:
-            self._round(count)
+            self._round(buffers, count)
         frames, carried = np.divmod(view[1, :count] + view[2, :count], FRAME_SAMPLES)
         launched = _Round(
             streams,
             stream_states,
             [stream_state.sample for stream_state in stream_states],
             frames.tolist(),
-            Download(self._probabilities[:count]),
+            Download(buffers.probabilities[:count]),
         )
         for stream_state, rest, complete in zip(stream_states, carried.tolist(), launched.frames, strict=True):
             stream_state.carried_samples = rest
             stream_state.sample += complete * FRAME_SAMPLES
         return launched
 
-    def _upload_samples(self, pieces: Sequence[Samples], lengths: NDArray[np.int64]) -> None:
+    def _upload_samples(self, buffers: _RoundBuffers, pieces: Sequence[Samples], lengths: NDArray[np.int64]) -> None:
         """Upload the first `lengths` samples of each piece."""
-        host = staging((len(pieces), ROUND_SAMPLES), torch.float32, self._device)
+        host = staging((len(pieces), buffers.new_samples), torch.float32, self._device)
         view = host.numpy()
-        if int(lengths.min()) == ROUND_SAMPLES == max(map(len, pieces)):
+        if int(lengths.min()) == buffers.new_samples == max(map(len, pieces)):
             np.concatenate(pieces, out=view.reshape(-1))
         else:
             for row, piece, length in zip(view, pieces, lengths.tolist(), strict=True):
                 row[:length] = piece[:length]
-        self._samples[: len(pieces)].copy_(host, non_blocking=True)
+        buffers.samples[: len(pieces)].copy_(host, non_blocking=True)
 
     def _read_all(self, rounds: Sequence[_Round]) -> list[Speech]:
         """Return one Speech per stream, joined over all rounds."""
@@ -461,33 +498,44 @@ class DeviceSpeechDetector(Detector):
             if current(stream) is stream_state
         ]
 
-    def _round(self, size: int) -> None:
+    def _round(self, buffers: _RoundBuffers, size: int) -> None:
         """Compute the first `size` rows. Reads and writes fixed buffers only, so that it can be recorded."""
-        slots, carried, new = self._indices[:, :size].unbind()
+        slots, carried, new = buffers.indices[:, :size].unbind()
         # The new samples are moved to where the carried samples end: row = context, carried samples, new samples.
-        parts = torch.cat([self._carried[slots], self._samples[:size]], dim=1)
+        parts = torch.cat([self._carried[slots], buffers.samples[:size]], dim=1)
         carried_end = (CONTEXT_SAMPLES + carried)[:, None]
-        source = torch.where(self._columns < carried_end, self._columns, self._columns + _SPAN_SAMPLES - carried_end)
-        row = parts.gather(1, source.clamp_(max=parts.shape[1] - 1))  # [n, _ROW_SAMPLES]
-        frames = row.unfold(1, _SPAN_SAMPLES, FRAME_SAMPLES)  # [n, 3, 576]
-        gates = self._model.encode(frames.reshape(-1, _SPAN_SAMPLES)).view(size, _MAX_FRAMES, -1)
-        audible = (frames != 0).any(dim=2)
+        source = torch.where(
+            buffers.columns < carried_end, buffers.columns, buffers.columns + _SPAN_SAMPLES - carried_end
+        )
+        row = parts.gather(1, source.clamp_(max=parts.shape[1] - 1))
+        frames = row.unfold(1, _SPAN_SAMPLES, FRAME_SAMPLES)  # [n, max_frames, 576]
+        gates = self._model.encode(frames.reshape(-1, _SPAN_SAMPLES)).view(size, buffers.max_frames, -1)
         complete = (carried + new) // FRAME_SAMPLES
-        hidden, cell, silent = self._hidden[slots], self._cell[slots], self._silent_frames[slots]
-        probability = self._probability[slots]
-        for frame in range(_MAX_FRAMES):
-            exists = frame < complete
-            silent = torch.where(exists, torch.where(audible[:, frame], 0, silent + 1), silent)
-            # A settled silence changes neither the probability nor the state.
-            due = exists & (silent <= SETTLED_FRAMES)
+        silent = self._silence_after(buffers, (frames != 0).any(dim=2), self._silent_frames[slots])
+        # A settled silence changes neither the probability nor the state.
+        due = (buffers.frames < complete[:, None]) & (silent <= SETTLED_FRAMES)
+        hidden, cell, after_each = self._hidden[slots], self._cell[slots], []
+        for frame in range(buffers.max_frames):
             next_hidden, next_cell = self._model.step(gates[:, frame], hidden, cell)
-            probability = torch.where(due, self._model.probability(next_hidden), probability)
-            hidden = torch.where(due[:, None], next_hidden, hidden)
-            cell = torch.where(due[:, None], next_cell, cell)
-            self._probabilities[:size, frame] = probability
-        rest = self._columns[:_SPAN_SAMPLES] + FRAME_SAMPLES * complete[:, None]
-        self._carried.index_copy_(0, slots, row.gather(1, rest.clamp_(max=_ROW_SAMPLES - 1)))
+            hidden = torch.where(due[:, frame, None], next_hidden, hidden)
+            cell = torch.where(due[:, frame, None], next_cell, cell)
+            after_each.append(hidden)
+        probabilities = self._model.probability(torch.stack(after_each, dim=1).flatten(0, 1)).view(size, -1)
+        buffers.probabilities[:size] = probabilities
+        rest = buffers.columns[:_SPAN_SAMPLES] + FRAME_SAMPLES * complete[:, None]
+        self._carried.index_copy_(0, slots, row.gather(1, rest.clamp_(max=len(buffers.columns) - 1)))
         self._hidden.index_copy_(0, slots, hidden)
         self._cell.index_copy_(0, slots, cell)
+        last = (complete - 1).clamp_(min=0)[:, None]
+        has_frames = complete > 0
+        silent = torch.where(has_frames, silent.gather(1, last)[:, 0], self._silent_frames[slots])
+        probability = torch.where(has_frames, probabilities.gather(1, last)[:, 0], self._probability[slots])
         self._silent_frames.index_copy_(0, slots, silent)
         self._probability.index_copy_(0, slots, probability)
+
+    @staticmethod
+    def _silence_after(buffers: _RoundBuffers, audible: Tensor, before: Tensor) -> Tensor:
+        """How many frames of digital silence in a row there are after each frame [n, max_frames]; `before` is their
+        number before the first one."""
+        last_audible = torch.where(audible, buffers.frames, -1).cummax(dim=1).values
+        return torch.where(last_audible >= 0, 0, before[:, None] + 1) + buffers.frames - last_audible.clamp(min=0)

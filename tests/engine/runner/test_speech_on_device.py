@@ -76,7 +76,7 @@ def test_live_streams_of_any_phase_are_heard_as_on_the_cpu(model: SileroVad, ref
 
 
 @settings(max_examples=10, deadline=None)
-@given(lengths=st.lists(st.lists(st.integers(0, 4_000), min_size=1, max_size=6), min_size=1, max_size=4))
+@given(lengths=st.lists(st.lists(st.integers(0, 30_000), min_size=1, max_size=6), min_size=1, max_size=4))
 def test_any_cut_gives_the_same_probabilities(model: SileroVad, reference: SileroVad, lengths: list[list[int]]) -> None:
     rounds = max(map(len, lengths))
     batches: list[list[tuple[str, Samples]]] = [[] for _ in range(rounds)]
@@ -117,6 +117,7 @@ def test_more_streams_than_a_round_holds_and_pieces_longer_than_one(
     model: SileroVad, reference: SileroVad, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.runner.speech.MAX_ROUND_STREAMS", 2)
+    monkeypatch.setattr("engine.runner.speech.LONGER_ROUNDS", ((2, 2), (3, 1)))
     batches = [[(f"s{seed}", sound(1.5, seed)[: 9_000 - 1_700 * seed]) for seed in range(5)]]
     assert_equal(heard(DeviceSpeechDetector(model, 6), batches), heard(SpeechDetector(reference, 6), batches))
 
@@ -162,13 +163,30 @@ def test_the_check_that_runs_on_a_gpu_holds_on_the_cpu() -> None:
 
 
 def test_a_long_piece_has_one_answer_for_each_stream(model: SileroVad) -> None:
-    """What a stream replays is many rounds; nobody has to handle each of them."""
+    """What a stream replays may be many rounds; the caller does not see them."""
     detector = DeviceSpeechDetector(model, 3)
-    sound = np.random.default_rng(1).standard_normal(16 * ROUND_SAMPLES).astype(np.float32)
+    sound = np.random.default_rng(1).standard_normal(40 * ROUND_SAMPLES).astype(np.float32)
     for stream in "ab":
         detector.open(stream)
     answers = detector.detect([("a", sound), ("b", sound[:2000])])
-    assert [(speech.stream, speech.sample, len(speech.probabilities)) for speech in answers] == [
-        ("a", 0, 16 * ROUND_SAMPLES // FRAME_SAMPLES),
+    assert {(speech.stream, speech.sample, len(speech.probabilities)) for speech in answers} == {
+        ("a", 0, 40 * ROUND_SAMPLES // FRAME_SAMPLES),
         ("b", 0, 2000 // FRAME_SAMPLES),
-    ]
+    }
+
+
+def test_a_replay_is_few_rounds(model: SileroVad, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Live streams wait for all rounds before their step, so an item of sixteen positions is not sixteen rounds."""
+    detector = DeviceSpeechDetector(model, 40)
+    rounds: list[int] = []
+    compute = detector._round
+    monkeypatch.setattr(detector, "_round", lambda buffers, size: (rounds.append(size), compute(buffers, size)))
+    names = [f"s{number}" for number in range(40)]
+    for name in names:
+        detector.open(name)
+    position, item = np.zeros(ROUND_SAMPLES, np.float32), np.zeros(16 * ROUND_SAMPLES, np.float32)
+    detector.detect([(name, item if number < 24 else position) for number, name in enumerate(names)])
+    assert rounds == [16, 24]
+    rounds.clear()
+    detector.detect([(name, item[: 3 * ROUND_SAMPLES]) for name in names])
+    assert rounds == [40]
