@@ -113,8 +113,7 @@ class ItemCutter:
 
     def cut(self, samples: NDArray[np.float32]) -> list[AudioItem]:
         """Take the next samples; returns the items they complete."""
-        if samples.dtype != _FLOAT32 or samples.ndim != 1:
-            raise ValueError("samples must be a one-dimensional float32 array")
+        check_samples(samples)
         items: list[AudioItem] = []
         self.samples_in += len(samples)
         copied = 0
@@ -217,6 +216,12 @@ class ItemCutter:
         self.next_offset += positions
         self._next_sample += positions * audio_per_position
         return item
+
+
+def check_samples(samples: NDArray[np.float32]) -> None:
+    """Raise ValueError if a cutter would refuse these samples."""
+    if samples.dtype != _FLOAT32 or samples.ndim != 1:
+        raise ValueError("samples must be a one-dimensional float32 array")
 
 
 def hash_payload(payload: NDArray[np.float32]) -> bytes:

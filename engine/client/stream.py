@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from engine import messages
 from engine.boundary.crash_suspects import CrashSuspicion
-from engine.boundary.items import make_cutter, prepare
+from engine.boundary.items import check_samples, make_cutter, prepare
 from engine.boundary.replay import (
     JOINED_POSITIONS,
     FlushRequest,
@@ -65,8 +65,8 @@ HELD_SECONDS = 0.3
 # Audio that is this much louder than the silence before it (in power) may be speech, and is sent at once. Quieter audio
 # than the second value never is speech: -70 dB of full scale.
 LOUDER, INAUDIBLE_POWER = 4.0, 1e-7
-# How fast the level of the silence follows, per append.
-LEVEL_STEP = 0.1
+# How fast the level of the silence follows the audio. Louder audio raises it by little, because it may be speech.
+LEVEL_SECONDS = 1.0
 # Most seconds of audio that wait, of a client that sends faster than people speak.
 MAX_HELD_SECONDS = 1.0
 
@@ -456,6 +456,9 @@ class HeldSilence:
         self.pieces: list[NDArray[np.float32]] = []
         self._samples = 0
         self._max_samples = int(MAX_HELD_SECONDS * sample_rate)
+        # A longer append does not wait: there would be no second one in the message.
+        self._longest_append = int(HELD_SECONDS * sample_rate)
+        self._level_samples = LEVEL_SECONDS * sample_rate
         # Whether the engine skips the stream's silence at present.
         self.is_skipped = False
         # Power of the silence, a moving average; None before the first append.
@@ -467,16 +470,24 @@ class HeldSilence:
             self.is_skipped, self._level = is_skipped, None
 
     def add(self, samples: NDArray[np.float32]) -> None:
-        self.pieces.append(samples)
+        self.pieces.append(samples.copy())  # the caller may use its array again
         self._samples += len(samples)
 
     def may_wait(self, samples: NDArray[np.float32]) -> bool:
-        """Whether these samples are as quiet as the silence before them."""
-        if not self.is_skipped or not len(samples) or self._samples + len(samples) > self._max_samples:
+        """Whether these samples are as quiet as the silence before them. Raises ValueError as the cutter would."""
+        if not self.is_skipped:
             return False
-        power, level = float(np.dot(samples, samples)) / len(samples), self._level
-        self._level = power if level is None else level + LEVEL_STEP * (power - level)
-        return level is not None and power <= max(LOUDER * level, INAUDIBLE_POWER)
+        check_samples(samples)
+        count = len(samples)
+        if not 0 < count < self._longest_append or self._samples + count > self._max_samples:
+            return False
+        power, level = float(np.dot(samples, samples)) / count, self._level
+        if level is None:
+            self._level = power
+            return False
+        limit = max(INAUDIBLE_POWER, LOUDER * level)
+        self._level = level + (min(limit, power) - level) * count / self._level_samples
+        return power <= limit
 
     def take(self) -> list[NDArray[np.float32]]:
         """Return and clear the pieces."""
@@ -628,7 +639,7 @@ class EngineStream:
         if self._ended:
             return
         self._finished = self._aborted = True
-        self._held.take()
+        self._drop_held()
         if self._delivery is None or not self._delivery.abort():
             self.end(messages.Closed(self.id, self.replay_log.end_sample))
 
@@ -671,6 +682,7 @@ class EngineStream:
         if self.previous_engine.sending_rest is not None and self._delivery is not None:
             self._delivery.abort()
         self._delivery = self.placement.link = None
+        self._drop_held()
         if not self._ended:
             self._ended = True
             self._room.set()
@@ -858,6 +870,7 @@ class EngineStream:
         if self._ended:
             return
         self._ended = True
+        self._drop_held()
         self._resolve_open(EngineUnavailable("the stream ended before it was open"))
         self.previous_engine.end()
         self.outputs.put(output)
@@ -885,7 +898,7 @@ class EngineStream:
 
     def _cut_and_send(self, samples: NDArray[np.float32]) -> None:
         held = self._held
-        if held.may_wait(samples) and not self._unanswered:
+        if not (self._unanswered or self._ended) and held.may_wait(samples):
             held.add(samples)
             if self._held_timer is None:
                 self._held_timer = asyncio.get_running_loop().call_later(HELD_SECONDS, self._send_held)
@@ -896,13 +909,17 @@ class EngineStream:
             self._send_items(prepare(self._cutter, self._cutter.cut(samples), self._spec))
 
     def _send_held(self) -> None:
-        if self._held_timer is not None:
-            self._held_timer.cancel()
-            self._held_timer = None
-        if pieces := self._held.take():
+        if pieces := self._drop_held():
             self._send_items(prepare(self._cutter, self._cutter.cut(np.concatenate(pieces)), self._spec))
             if self.on_held_sent is not None:
                 self.on_held_sent()
+
+    def _drop_held(self) -> list[NDArray[np.float32]]:
+        """Hold nothing any more. Returns what was held."""
+        if self._held_timer is not None:
+            self._held_timer.cancel()
+            self._held_timer = None
+        return self._held.take()
 
     def _answer_flush_later(self) -> None:
         """Make sure that a flush at a pause is answered even if no audio follows (models with a delay)."""

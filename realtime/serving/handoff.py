@@ -261,7 +261,7 @@ class SessionHandoff:
         self._entries_since_base += 1
         stream = self._stream()
         if isinstance(event, Gap) and stream is not None and stream.holds_audio:
-            stream.on_held_sent = self._send_soon  # the entry leaves with the audio
+            stream.on_held_sent = self._send_entries  # the entry leaves with the audio
         elif isinstance(event, Gap) or not all(isinstance(effect, Measured) for effect in effects):
             self._send_soon()
         # Else an engine output without visible effect: the engine keeps it until a later save acknowledges it.
@@ -371,6 +371,11 @@ class SessionHandoff:
                 link.collect(self._send_if_scheduled)
         if link is None:
             self._lose_engine()
+
+    def _send_entries(self) -> None:
+        """The audio of entries that wait is being sent. There are none if the handoff was dropped meanwhile."""
+        if self._entries:
+            self._send_soon()
 
     def _send_if_scheduled(self) -> None:
         if self._scheduled is not None:

@@ -23,6 +23,7 @@ from engine.messages import (
     Item,
     Open,
     Output,
+    Speech,
     Text,
 )
 from engine.server.loop import EngineLoop
@@ -248,6 +249,52 @@ def test_a_suspects_spot_and_what_is_announced_are_on_the_gateways_count() -> No
     while loop.has_work():
         loop.step()
     assert max(target[2] for target in told) == end
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_gateway_is_told_that_silence_is_skipped_while_it_is(seed: int) -> None:
+    """Whenever the gate is closed after a report, and at no other time."""
+    run, told = Run(build()).submit(Open("a")).drain(), list[bool]()
+    gate = run.loop.silence_skipper.gate("a")
+    assert gate is not None
+    for item in items_of(SPEC, conversation(seed)):
+        known = len(run.outputs)
+        run.submit(Feed("a", [item])).drain()
+        reports = [output.skipped for output in run.outputs[known:] if isinstance(output, Speech)]
+        if reports:
+            assert reports[-1] is not gate.is_open
+            told += reports
+    assert not told[0] and any(told)
+    assert sum(told[i] != told[i - 1] for i in range(1, len(told))) <= 6, "each silence is skipped once"
+
+
+def test_skipped_silence_is_told_from_its_hang_over_to_the_next_speech() -> None:
+    audio = np.concatenate([fakes.speech(1, 1), 0.01 * fakes.speech(4, 2), fakes.speech(1, 3)])
+    run = live(audio, build())
+    reports = [output for output in run.outputs if isinstance(output, Speech)]
+    skipped = [report.end for report in reports if report.skipped]
+    assert skipped == [report.end for report in reports if skipped[0] <= report.end <= skipped[-1]], "without a break"
+    assert 0 <= skipped[0] - (fakes.RATE + SETTLED) < 2 * fakes.POSITION
+    assert abs(5 * fakes.RATE - skipped[-1]) < 2 * fakes.POSITION
+
+
+@pytest.mark.parametrize("opening", [Open("a"), Open("a", live=False)])
+@pytest.mark.parametrize("cuts", [False, True])
+def test_no_silence_is_told_as_skipped_that_is_computed(opening: Open, cuts: bool) -> None:
+    if cuts and opening.live:
+        pytest.skip("this one is skipped")
+    audio = np.concatenate([fakes.speech(1, 1), 0.01 * fakes.speech(4, 2)])
+    run = Run(build(cuts)).submit(structs.replace(opening), Feed("a", items_of(SPEC, audio)), Finish("a")).drain()
+    reports = [output for output in run.outputs if isinstance(output, Speech)]
+    assert reports and not any(report.skipped for report in reports)
+
+
+def test_features_of_a_client_end_the_skipping() -> None:
+    """The speech detector does not hear them, so the model is given everything from there on."""
+    run = Run(build()).submit(Open("a"), Feed("a", items_of(SPEC, 0.01 * fakes.speech(4, 2)))).drain()
+    stream = run.loop.silence_skipper._streams["a"]
+    stream.add([Item(99, 1, 0, key=b"k", payload=np.zeros((2, 2), np.float32))])
+    assert run.loop.silence_skipper.on_track("a", stream._processed, fakes.FRAME) is False
 
 
 def test_the_settings_of_a_real_engine() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from engine.core.scheduler import Limits, Scheduler
 from engine.runner.base import Embedder
 from engine.server.loop import EngineLoop
+from engine.server.speech_track import GateSettings
 from tests.engine import fakes
 from tests.engine.client.test_recovery_labels import Instant
 
@@ -16,7 +17,11 @@ RATE = 16_000
 
 
 def build(
-    windowed: bool = False, max_streams: int = 64, step_seconds: float = 0.0, embedder: Embedder | None = None
+    windowed: bool = False,
+    max_streams: int = 64,
+    step_seconds: float = 0.0,
+    embedder: Embedder | None = None,
+    skipping: GateSettings | None = None,
 ) -> EngineLoop:
     kind = fakes.FakeWindowed if windowed else fakes.FakeFrames
     spec = replace(kind.spec, sample_rate=RATE, samples_per_position=1280)
@@ -25,14 +30,18 @@ def build(
     spec = replace(spec, options=replace(spec.options, speakers=embedder is not None))
     limits = Limits(max_streams=max_streams, cache_embeds=max_streams * 100 + 100)
     runner = kind(spec=spec, step_seconds=step_seconds)
-    return EngineLoop(
-        Scheduler(spec, limits, fakes.VOCABULARY), runner, fakes.FakeDetector(frame=512), embedder=embedder
-    )
+    scheduler, detector = Scheduler(spec, limits, fakes.VOCABULARY), fakes.FakeDetector(frame=512)
+    return EngineLoop(scheduler, runner, detector, embedder=embedder, skipping=skipping)
 
 
 def labelling() -> EngineLoop:
     """With speaker labels: a voice is a loudness."""
     return build(windowed=True, embedder=Instant())
+
+
+def skipping() -> EngineLoop:
+    """Silence is skipped after a second of it."""
+    return build(skipping=GateSettings(0.02, 0.02, pre_roll_samples=7680, hang_over_samples=RATE, follows_track=True))
 
 
 def windowed() -> EngineLoop:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +16,7 @@ from websockets.exceptions import InvalidStatus
 from engine.client import handoff
 from engine.client.client import EngineClient
 from engine.client.engine_handles import EngineThread, RemoteEngine
+from engine.server.loop import EngineLoop
 from realtime.app import listening
 from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
 from realtime.http.websocket_routes import WebSocketRoutes
@@ -52,10 +53,12 @@ class Place:
 
 
 @asynccontextmanager
-async def places(windowed: bool = False, keep_s: float = 60.0, number: int = 2) -> AsyncIterator[list[Place]]:
+async def places(
+    windowed: bool = False, keep_s: float = 60.0, number: int = 2, build: Callable[[], EngineLoop] | None = None
+) -> AsyncIterator[list[Place]]:
     server, session = ServerConfig(port=0, drain_s=1.0), SessionConfig(resume_s=keep_s)
     config = Config(server=server, limits=LimitsConfig(max_load=0), session=session)
-    engine = EngineThread(partial(engines.build, windowed=windowed), warm=False)
+    engine = EngineThread(build or partial(engines.build, windowed=windowed), warm=False)
     signer = Signer()
     async with AsyncExitStack() as stack:
         found: list[Place] = []
