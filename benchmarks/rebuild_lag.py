@@ -1,11 +1,12 @@
 """How late live streams are while others are rebuilt beside them, in simulated time and without a GPU.
 
-    python -m benchmarks.rebuild_lag [--live 300] [--rebuilt 130] [--slow 1.6] [--at-a-time 4]
+    python -m benchmarks.rebuild_lag [--live 300] [--rebuilt 130] [--slow 1.6] [--host-ms 12] [--at-a-time 4]
 
 Host, loop, scheduler, messages and the gateways' send queues are real. The runner answers at once and moves a simulated
 clock by the time that an H200 needs for such a step (docs/voxtral.md), times `--slow`: two engines on one card take
-turns. Time of the host is not counted. Lag is from the moment a frame is complete until the engine reports it computed.
-At second 2 the streams that are to be rebuilt come, each with a full window of audio, whose tokens are known.
+turns. The host takes `--host-ms` between two steps. Lag is from the moment a frame is complete until the engine reports
+it computed. At second 2 the streams that are to be rebuilt come, each with a full window of audio, whose tokens are
+known.
 """
 
 from __future__ import annotations
@@ -47,8 +48,6 @@ MAX_REBUILT = 4096
 # Seconds of a step of live streams, for each of them, of a step that rebuilds, and for each of its positions.
 LIVE_STEP_S, LIVE_STREAM_S = 0.005, 72e-6
 REBUILD_STEP_S, REBUILT_POSITION_S = 0.003, 30e-6
-# Seconds between two steps.
-BETWEEN_STEPS_S = 0.002
 REBUILD_FROM_S = 2.0
 PAYLOAD = np.random.default_rng(0).standard_normal(SAMPLES, np.float32)
 JOINED_PAYLOAD = np.resize(PAYLOAD, SAMPLES + (JOINED - 1) * SPEC.samples_per_position)
@@ -165,8 +164,8 @@ class Gateway:
 
 
 class Simulation:
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.clock, self._options = Clock(), options
+    def __init__(self, options: argparse.Namespace, clock: Clock) -> None:
+        self.clock, self._options = clock, options
         limits = room_for(options.live + options.rebuilt, REBUILT_SPEC, step_positions=MAX_REBUILT)
         limits = replace(limits, rebuild_positions=MAX_REBUILT)
         runner = CostlyRunner(self.clock, options.slow)
@@ -227,7 +226,7 @@ class Simulation:
         for gateway in self.gateways:
             self._line.arriving.extend((gateway.name, frames) for frames in gateway.batches())
         self._host.tick()
-        self.clock.now += BETWEEN_STEPS_S
+        self.clock.now += self._options.host_ms / 1000
         for name, frames in self._line.left:
             message = codec.decode([bytes(frames[0])], to_engine=False)
             lags = self._by_name[name].hear(message, self.clock.now)
@@ -236,8 +235,9 @@ class Simulation:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    simulation = Simulation(options)
-    with mock.patch.object(time, "monotonic_ns", simulation.clock.ns):
+    clock = Clock()
+    with mock.patch.object(time, "monotonic_ns", clock.ns):
+        simulation = Simulation(options, clock)
         simulation.run()
     sessions = [s for gateway in simulation.gateways for s in gateway.sessions.values() if s.known]
     pauses = [s.continued_at - s.begun_at for s in sessions if s.continued_at is not None]
@@ -263,6 +263,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rebuilt", type=int, default=130)
     parser.add_argument("--gateways", type=int, default=6)
     parser.add_argument("--slow", type=float, default=1.6)
+    parser.add_argument("--host-ms", type=float, default=12.0, help="time of the host between two steps")
     parser.add_argument("--at-a-time", type=int, default=MAX_MIGRATING, help="rebuilt streams of a gateway at a time")
     parser.add_argument("--seconds", type=float, default=16.0, help="simulated seconds from the first rebuild on")
     run_command(parser, arguments, measure, live=12, rebuilt=4, gateways=2, seconds=2.0)

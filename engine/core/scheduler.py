@@ -630,6 +630,12 @@ class Scheduler:
         return self.uploads_wait or any(not stream.is_rebuilding for stream in self.live)
 
     @property
+    def longest_wait_ns(self) -> int:
+        """How long the oldest audio of queued live streams has waited; recovering streams do not count."""
+        times = (stream.waiting_since for stream in self.live if stream.id not in self.recovering)
+        return max(0, self._now - min(times, default=self._now))
+
+    @property
     def on_time_count(self) -> int:
         """Number of live streams that are not recovering."""
         return self._live_count - sum(self.streams[name].live for name in self.recovering)

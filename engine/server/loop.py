@@ -445,8 +445,6 @@ class EngineLoop:
             ns = meter.account(plan, launched.began)
             if plan.rebuilt_positions:
                 self._rebuild.account(plan.rebuilt_positions, ns)
-            elif plan.live:
-                self._rebuild.account_live(ns)
         return plan
 
     def _with_judgements(self, plan: StepPlan, outputs: list[Output]) -> list[Output]:

@@ -232,10 +232,10 @@ SHARE_OF_STRIDE = 0.1
 REBUILD_SHARE, MAJORITY_REBUILD_SHARE = 0.25, 0.5
 # Such a step rebuilds at least this many positions.
 MIN_REBUILD_POSITIONS = 256
-# While most live streams are on time, each of their steps leaves rebuilds what it does not need of this share of the
-# duration of a stride, so that the live streams stay on time. A rebuild comes after at most so many live steps, even if
-# they have not left enough for MIN_REBUILD_POSITIONS.
-LIVE_AND_REBUILD_SHARE = 0.85
+# While most live streams are on time, nothing is rebuilt while audio of one of them has waited for longer than this
+# share of the duration of a stride: a step that rebuilds would make it later still, whether the device, the host or
+# another engine on the same device made it late. A rebuild comes after at most so many live steps in any case.
+LATE_SHARE = 0.25
 LIVE_STEPS_A_REBUILD = 4
 # Positions of replays that gateways may have under way, in rebuilding steps. Live audio waits for them, because the
 # commands of a gateway are applied in order. While no stream is on time, the device must not wait for replays.
@@ -273,8 +273,6 @@ class RebuildBudget:
         self._stride_ns = spec.stride_positions * spec.samples_per_position * 1e9 / spec.sample_rate
         # Measured nanoseconds per position. The initial value keeps the first step small.
         self._position_ns = REBUILD_SHARE * self._stride_ns / MIN_REBUILD_POSITIONS
-        # Nanoseconds that the last live steps have left for rebuilds.
-        self._spare_ns = 0.0
         # Consecutive steps that rebuilt streams. This value lets the other streams go first.
         self._steps = REBUILDS_AHEAD
         # Live steps since the last one that rebuilt streams.
@@ -290,11 +288,9 @@ class RebuildBudget:
             self._steps = 0
             self._live_steps += 1
             return 0
-        limit = self._step_limit
         self._steps += 1
         self._live_steps = 0
-        self._spare_ns = max(0.0, self._spare_ns - limit * self._position_ns)
-        return limit
+        return self._step_limit
 
     @property
     def room(self) -> int:
@@ -312,19 +308,14 @@ class RebuildBudget:
         """Whether the next step is for streams that are not rebuilt; some of them wait."""
         if not self._scheduler.on_time_count:
             return self._steps >= REBUILDS_AHEAD
-        if self._steps:
-            return True
-        is_short = self._most_are_on_time and self._spare_positions < MIN_REBUILD_POSITIONS
-        return is_short and self._live_steps < LIVE_STEPS_A_REBUILD
+        if not self._most_are_on_time:
+            return bool(self._steps)
+        is_late = self._scheduler.longest_wait_ns > LATE_SHARE * self._stride_ns
+        return is_late and self._live_steps < LIVE_STEPS_A_REBUILD
 
     @property
     def _most_are_on_time(self) -> bool:
         return self._scheduler.on_time_count >= len(self._scheduler.rebuilding)
-
-    @property
-    def _spare_positions(self) -> int:
-        """Positions that can be rebuilt in the time that live steps have left."""
-        return int(self._spare_ns / self._position_ns)
 
     @property
     def _step_limit(self) -> int:
@@ -336,16 +327,9 @@ class RebuildBudget:
             return min(most, max(most // 4, POSITIONS_A_STREAM * len(scheduler.recovering)))
         if self._most_are_on_time:
             limit = int(REBUILD_SHARE * self._stride_ns / self._position_ns)
-            if scheduler.others_wait:
-                limit = min(limit, self._spare_positions)
         else:
             limit = int(MAJORITY_REBUILD_SHARE * self._stride_ns / self._position_ns)
         return min(self._max_positions, max(MIN_REBUILD_POSITIONS, limit))
-
-    def account_live(self, ns: int) -> None:
-        """Record a step that rebuilt nothing."""
-        spare_ns = self._spare_ns + LIVE_AND_REBUILD_SHARE * self._stride_ns - ns
-        self._spare_ns = min(max(0.0, spare_ns), self._stride_ns)
 
     def account(self, rebuilt: int, ns: int) -> None:
         """Record a step that rebuilt this many positions in `ns`. An outlier, such as a step that loaded a kernel,
