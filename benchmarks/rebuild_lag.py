@@ -62,13 +62,29 @@ class Clock:
 
 
 class CostlyRunner(NullRunner):
-    """Answers at once, and moves the clock by the cost of the step."""
+    """Steps overlap as on a device: a step begins when the one before it is over, and whoever waits for its results
+    moves the clock to its end."""
+
+    overlaps_steps = True
 
     def __init__(self, clock: Clock, slow: float) -> None:
         super().__init__(REBUILT_SPEC)
         self._clock, self._slow = clock, slow
+        # When the device has finished all steps.
+        self._free_at = 0.0
 
-    def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
+    def launch(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> Callable[[], list[DecodeResult]]:
+        done_at = self._free_at = max(self._free_at, self._clock.now) + self._slow * self._cost(plan)
+        results = self.compute(plan)
+
+        def wait() -> list[DecodeResult]:
+            self._clock.now = max(self._clock.now, done_at)
+            return results
+
+        return wait
+
+    @staticmethod
+    def _cost(plan: StepPlan) -> float:
         cost = 0.0
         if plan.rebuilt_positions:
             cost = REBUILD_STEP_S + REBUILT_POSITION_S * plan.rebuilt_positions
@@ -77,8 +93,7 @@ class CostlyRunner(NullRunner):
             lengths = [task.end - task.start for task in plan.decode]
             passes = [sum(length > number for length in lengths) for number in range(max(lengths))]
             cost = sum(LIVE_STEP_S + LIVE_STREAM_S * streams for streams in passes)
-        self._clock.now += self._slow * cost
-        return super().compute(plan)
+        return cost
 
 
 @dataclass

@@ -631,9 +631,15 @@ class Scheduler:
 
     @property
     def longest_wait_ns(self) -> int:
-        """How long the oldest audio of queued live streams has waited; recovering streams do not count."""
-        times = (stream.waiting_since for stream in self.live if stream.id not in self.recovering)
-        return max(0, self._now - min(times, default=self._now))
+        """How long the oldest audio of live streams that is in no plan has waited. Recovering streams do not count."""
+        oldest = self._now
+        for stream in self.streams.values():
+            task = self._planned.get(stream.slot)
+            next_position = stream.computed if task is None else task.end
+            if stream.live and stream.available > next_position and stream.id not in self.recovering:
+                arrival = stream.timeline.arrival_at(next_position)
+                oldest = oldest if arrival is None else min(oldest, arrival)
+        return self._now - oldest
 
     @property
     def on_time_count(self) -> int:

@@ -284,9 +284,10 @@ class RebuildBudget:
         if not scheduler.rebuild_waits:
             self._steps = REBUILDS_AHEAD
             return 0
-        if scheduler.others_wait and self._others_go_first():
+        if self._others_go_first():
             self._steps = 0
-            self._live_steps += 1
+            # Late live streams may all be in a step that is under way: the next one is theirs too.
+            self._live_steps += scheduler.others_wait
             return 0
         self._steps += 1
         self._live_steps = 0
@@ -305,11 +306,11 @@ class RebuildBudget:
         return ahead * self._step_limit
 
     def _others_go_first(self) -> bool:
-        """Whether the next step is for streams that are not rebuilt; some of them wait."""
+        """Whether the next step is for streams that are not rebuilt."""
         if not self._scheduler.on_time_count:
-            return self._steps >= REBUILDS_AHEAD
+            return self._scheduler.others_wait and self._steps >= REBUILDS_AHEAD
         if not self._most_are_on_time:
-            return bool(self._steps)
+            return self._scheduler.others_wait and self._steps > 0
         is_late = self._scheduler.longest_wait_ns > LATE_SHARE * self._stride_ns
         return is_late and self._live_steps < LIVE_STEPS_A_REBUILD
 
