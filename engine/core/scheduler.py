@@ -631,12 +631,15 @@ class Scheduler:
 
     @property
     def longest_wait_ns(self) -> int:
-        """How long the oldest audio of live streams that is in no plan has waited. Recovering streams do not count."""
+        """How long the oldest audio of live streams that is in no plan has waited. Recovering streams do not count, nor
+        do streams that wait for pages: streams that are rebuilt may have these, and keep them until then."""
         oldest = self._now
         for stream in self.streams.values():
+            if not (stream.live and stream.queued and stream.resident):
+                continue
             task = self._planned.get(stream.slot)
             next_position = stream.computed if task is None else task.end
-            if stream.live and stream.available > next_position and stream.id not in self.recovering:
+            if stream.available > next_position and stream.id not in self.recovering:
                 arrival = stream.timeline.arrival_at(next_position)
                 oldest = oldest if arrival is None else min(oldest, arrival)
         return self._now - oldest

@@ -242,6 +242,9 @@ LIVE_STEPS_A_REBUILD = 4
 REPLAY_STEPS_AHEAD, LONE_REPLAY_STEPS_AHEAD = 2, 4
 # Rebuilding steps before a step of other streams while no stream is on time.
 REBUILDS_AHEAD = 2
+# Rebuilding steps before such a step while most streams are on time: a stride's time. Uploads and rebuilt streams are
+# never late, and the streams on time may all be silent.
+MAX_REBUILDS_AHEAD = 4
 # Positions per recovering stream in a rebuilding step while no stream is on time.
 POSITIONS_A_STREAM = 16
 # One step in this many gets twice the positions, because the cost of a position cannot be measured from steps of equal
@@ -311,6 +314,8 @@ class RebuildBudget:
             return self._scheduler.others_wait and self._steps >= REBUILDS_AHEAD
         if not self._most_are_on_time:
             return self._scheduler.others_wait and self._steps > 0
+        if self._steps >= MAX_REBUILDS_AHEAD and self._scheduler.others_wait:
+            return True
         is_late = self._scheduler.longest_wait_ns > LATE_SHARE * self._stride_ns
         return is_late and self._live_steps < LIVE_STEPS_A_REBUILD
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine.core.plan import DecodeResult, StepPlan, TimedToken
-from engine.core.scheduler import STALLED_STEPS, Limits, Scheduler
+from engine.core.scheduler import PARKED_AFTER_NS, STALLED_STEPS, Limits, Scheduler
 from engine.messages import Abort, Closed, Feed, Finish, Item, Open, Output, Text
 from engine.runner.base import SynchronousRunner, never
 from engine.server.loop import EngineLoop
@@ -24,7 +24,7 @@ from engine.server.metering import (
     SHARE_OF_STRIDE,
     RebuildBudget,
 )
-from engine.spec import ModelSpec, Vocabulary
+from engine.spec import KvGroup, ModelSpec, Vocabulary
 
 FRAMES = ModelSpec(name="frames", sample_rate=16_000, samples_per_position=1280)
 WINDOWED = replace(FRAMES, rereads_window=True, stride_positions=10, window_positions=40, embeds_per_stream=60)
@@ -389,6 +389,45 @@ class TestRebuilding:
         rebuild if they are late."""
         runner = self.beside_live(live=40, rebuilt=30, live_ns=55_000_000, overlaps=True)
         assert max(runner.behind) <= 5
+
+    def test_a_stream_that_waits_for_pages_does_not_wait_for_ever(self) -> None:
+        """Streams that are being rebuilt have all pages and keep them until they are rebuilt."""
+        spec = replace(REBUILT, kv_groups=(KvGroup("decoder", 64, 16, 1),))
+        runner = Batching(Clock(), spec=spec)
+        pages = 2 * spec.kv_groups[0].ring_pages
+        limits = Limits(4, 256, (pages,), 4096, 4096, 2048, resident_streams=2)
+        loop = EngineLoop(Scheduler(spec, limits, runner.vocabulary), runner, clock=runner.clock)
+        for name in ("l0", "l1"):
+            loop.submit([Open(name), audio(name, 0, 1, spec)], 0)
+            drain(loop)
+        now = 2 * PARKED_AFTER_NS
+        for name in ("r0", "r1"):
+            loop.submit([Open(name, forced_tokens=[1] * 2000), audio(name, 0, 2000, spec)], now)
+        loop.step()
+        loop.submit([audio("l0", 1, 1, spec)], now)
+        for _ in range(1000):
+            now += 10_000_000
+            loop.scheduler.advance_clock(now)
+            if loop.has_work():
+                loop.step()
+        assert not loop.scheduler.rebuilding and loop.scheduler.streams["l0"].computed == 2
+
+    @pytest.mark.parametrize("is_upload", [True, False])
+    def test_what_is_not_rebuilt_goes_on_while_the_streams_on_time_are_silent(self, is_upload: bool) -> None:
+        """Neither uploads nor streams that have just been rebuilt are late, and still they do not wait for all
+        rebuilds."""
+        loop, runner = self.loop(60)
+        loop.submit([Open(f"l{number}") for number in range(40)], 0)
+        self.bring_back(loop, [f"r{number}" for number in range(10)], 1600)
+        if is_upload:
+            upload(loop, "o", 10)
+        else:
+            self.bring_back(loop, ["o"], 16, new=10)
+        drain(loop)
+        kinds = [{task.stream[0] for task in plan.decode if task.start >= 16 or is_upload} for plan in runner.plans]
+        others = [number for number, names in enumerate(kinds) if "o" in names]
+        last_rebuild = max(number for number, plan in enumerate(runner.plans) if plan.rebuilt_positions)
+        assert others[-1] < last_rebuild, "they waited until all others were rebuilt"
 
     def test_an_engine_with_a_windowed_model_sets_no_bound_for_replays(self) -> None:
         assert loop_of(Batching(Clock(), spec=WINDOWED)).replay_positions_under_way == 0
