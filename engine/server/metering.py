@@ -263,8 +263,9 @@ class Shares:
 class RebuildBudget:
     """Decides how many positions the next step rebuilds.
 
-    Rebuilds run in steps of their own, between two steps of live streams, so that live audio never waits for more than
-    one of them. The measured cost of the last ones, and of the live steps, keeps it short. While no stream is on time,
+    Rebuilds run in steps of their own, which their measured cost keeps short. Live audio that is not late yet may wait
+    for a few of them, and late audio for the one that is under way; under load one comes after every
+    `LIVE_STEPS_A_REBUILD` live steps all the same. While no stream is on time,
     only the scheduler's limit (`_max_positions`) bounds a step, and several come before the rebuilt streams compute
     their next positions.
     """
