@@ -265,9 +265,8 @@ class RebuildBudget:
 
     Rebuilds run in steps of their own, which their measured cost keeps short. Live audio that is not late yet may wait
     for a few of them, and late audio for the one that is under way; under load one comes after every
-    `LIVE_STEPS_A_REBUILD` live steps all the same. While no stream is on time,
-    only the scheduler's limit (`_max_positions`) bounds a step, and several come before the rebuilt streams compute
-    their next positions.
+    `LIVE_STEPS_A_REBUILD` live steps all the same. While no stream is on time, only the scheduler's limit
+    (`_max_positions`) bounds a step, and several come before the rebuilt streams compute their next positions.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
