@@ -2,11 +2,11 @@
 
     python -m benchmarks.rebuild_lag [--live 300] [--rebuilt 130] [--slow 1.6] [--host-ms 12] [--at-a-time 4]
 
-Host, loop, scheduler, messages and the gateways' send queues are real. The runner answers at once and moves a simulated
-clock by the time that an H200 needs for such a step (docs/voxtral.md), times `--slow`: two engines on one card take
-turns. The host takes `--host-ms` between two steps. Lag is from the moment a frame is complete until the engine reports
-it computed. At second 2 the streams that are to be rebuilt come, each with a full window of audio, whose tokens are
-known.
+Host, loop, scheduler, messages and the gateways' send queues are real. Steps overlap as on a device: on a simulated
+clock each takes the time that an H200 needs for such a step (docs/voxtral.md), times `--slow`, because two engines on
+one card take turns. The host takes `--host-ms` between two steps. Lag is from the moment a frame is complete until the
+engine reports it computed. At second 2 the streams that are to be rebuilt come, each with a full window of audio, whose
+tokens are known.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ the state tensors to streams, for both.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -404,15 +405,11 @@ class DeviceSpeechDetector(Detector):
     def _by_length(self, batch: list[tuple[str, Samples]]) -> Iterator[tuple[_RoundBuffers, list[tuple[str, Samples]]]]:
         """Yield the batch in parts: each stream is in the part with the shortest round that takes all of its samples,
         or else with the longest round."""
-        shortest, left = 0, len(batch)
-        for buffers in self._rounds:
-            most = buffers.new_samples if buffers is not self._rounds[-1] else max(len(samples) for _, samples in batch)
-            part = [one for one in batch if shortest <= len(one[1]) <= most]
-            if part:
-                yield buffers, part
-            shortest, left = most + 1, left - len(part)
-            if not left:
-                break
+        limits = [buffers.new_samples for buffers in self._rounds[:-1]]
+        parts: list[list[tuple[str, Samples]]] = [[] for _ in self._rounds]
+        for stream, samples in batch:
+            parts[bisect_left(limits, len(samples))].append((stream, samples))
+        return ((buffers, part) for buffers, part in zip(self._rounds, parts, strict=True) if part)
 
     @torch.inference_mode()
     def pass_silence(self, stream: str, samples: int) -> Speech:

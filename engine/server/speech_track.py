@@ -581,7 +581,7 @@ class SpeechTrack:
         self.sample = self._last_sound = start + samples
         self._spoken += samples
         if self.gate is not None:
-            if self._sounds is not None and samples:
+            if self._sounds is not None:
                 self._note_sound(start, self.sample)
             self.gate.pass_speech(samples)
 
