@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from engine.core.plan import SILENCE_ROW, DecodeResult, StepPlan
 from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Open, Saved, Speech
+from engine.options import EngineConfig
 from engine.runner.base import Detector, SynchronousRunner, never
 from engine.server.loop import EngineLoop
 from engine.spec import KvGroup, ModelSpec, Vocabulary
@@ -198,6 +199,9 @@ def main() -> None:
     parser.add_argument("--voxtral", action="store_true", help="a Voxtral Realtime with random weights")
     parser.add_argument("--whisper", metavar="SIZE", help="a Whisper of this size with random weights")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="fp8", help="keys and values of Voxtral")
+    parser.add_argument("--share-of", type=int, default=1, help="engines on the device")
+    parser.add_argument("--cut-silence", type=float, metavar="S", help="model.cut_silence_s of Voxtral")
+    parser.add_argument("--parked-share", type=float, metavar="SHARE", help="model.parked_share of Voxtral")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--fleet-secret-file")
     parser.add_argument("--drain-s", type=float, default=60.0)
@@ -212,7 +216,10 @@ def main() -> None:
     if options.voxtral or options.whisper:
         from benchmarks.random_weights import voxtral_loop, whisper_loop
 
-        build = partial(voxtral_loop, options.kv, options.max_streams, options.small)
+        given = {"cut_silence_s": options.cut_silence, "parked_share": options.parked_share}
+        settings = {name: value for name, value in given.items() if value is not None}
+        config = EngineConfig(share_of=options.share_of, **settings)
+        build = partial(voxtral_loop, options.kv, options.max_streams, options.small, config)
         if options.whisper:
             build = partial(whisper_loop, options.whisper, options.max_streams, options.small)
     else:

@@ -28,8 +28,8 @@ from engine.models.voxtral_realtime import (
 )
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.options import EngineConfig
-from engine.runner.device import GIB, compute_on_one_thread, free_memory, require_device
-from engine.runner.frames.memory import plan_memory
+from engine.runner.device import GIB, compute_on_one_thread, free_memory, require_device, shared_memory
+from engine.runner.frames.memory import plan_share
 from engine.runner.frames.runner import NOT_FORCED, RunnerSettings, VoxtralRunner
 from engine.runner.load import (
     DEVICE_DTYPE,
@@ -96,24 +96,30 @@ class SpeakingRunner(VoxtralRunner):
         ]
 
 
-def voxtral_runner(kv: str, window: int, max_streams: int | None, small: bool = False) -> VoxtralRunner:
+def voxtral_runner(
+    kv: str, window: int, max_streams: int | None, small: bool = False, config: EngineConfig | None = None
+) -> VoxtralRunner:
     """Warm and with full pages: of full dimensions on a GPU, or with `small` a tiny one on the CPU."""
+    engine = config or EngineConfig()
     device = require_device("cpu" if small else "cuda")
-    config = tiny_voxtral() if small else voxtral_mini_4b()
+    sizes = tiny_voxtral() if small else voxtral_mini_4b()
     settings = RunnerSettings(kv_dtype=KV_TYPES[kv], decoder_window=window, max_streams=max_streams)
     if small:
         compute_on_one_thread()
         settings = RunnerSettings("cpu", torch.float32, torch.float32, decoder_window=24, max_streams=max_streams or 8)
-    memory = plan_memory(
-        config,
-        SMALL_BYTES if small else free_memory(device) - background_bytes(EngineConfig(), own_process=True),
+    background = background_bytes(engine, own_process=True)
+    memory = plan_share(
+        sizes,
+        SMALL_BYTES if small else free_memory(device) - background,
+        SMALL_BYTES if small else shared_memory(device, engine.share_of) - engine.share_of * background,
+        engine.share_of,
         decoder_window=settings.decoder_window,
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
         max_streams=settings.max_streams,
-        parked_bytes=0 if small else int(EngineConfig().parked_share * memory_to_plan_with(1)),
+        parked_bytes=0 if small else int(engine.parked_share * memory_to_plan_with(engine.share_of)),
     )
-    model, vocabulary = random_voxtral(config, settings.dtype, device)
+    model, vocabulary = random_voxtral(sizes, settings.dtype, device)
     runner = SpeakingRunner(model, vocabulary, memory, settings)
     # Random rows, because zeros could be faster than real ones.
     for cache in runner._caches:
@@ -128,10 +134,11 @@ def voxtral_runner(kv: str, window: int, max_streams: int | None, small: bool = 
     return runner
 
 
-def voxtral_loop(kv: str, max_streams: int | None, small: bool) -> EngineLoop:
+def voxtral_loop(kv: str, max_streams: int | None, small: bool, config: EngineConfig | None = None) -> EngineLoop:
     """As in a server: with speech detection, skipped silence, and speaker labels and the turn detector if their files
     are here."""
-    runner, config = voxtral_runner(kv, 1024, max_streams, small), EngineConfig()
+    config = config or EngineConfig()
+    runner = voxtral_runner(kv, 1024, max_streams, small, config)
     embedder, turns = load_embedder(runner, config), load_turn_detector(runner, config)
     options = replace(runner.spec.options, speakers=embedder is not None, turn_detector=turns is not None)
     scheduler = Scheduler(replace(runner.spec, options=options), frames_limits(runner.memory), runner.vocabulary)

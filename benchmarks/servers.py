@@ -34,6 +34,9 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--null", action="store_true", help="no model: measures the cost of the gateways")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="fp8", help="keys and values of Voxtral")
     parser.add_argument("--max-streams", type=int, help="streams to make room for; default: all that fit")
+    parser.add_argument("--engines", type=int, default=1, help="engines that share the device")
+    parser.add_argument("--cut-silence", type=float, metavar="S", help="model.cut_silence_s of Voxtral")
+    parser.add_argument("--parked-share", type=float, metavar="SHARE", help="model.parked_share of Voxtral")
     parser.add_argument("--workers", type=int, help="gateway processes; default: the server chooses")
     parser.add_argument("--clients", type=int, default=4, help="processes of clients")
     parser.add_argument("--joins-per-second", type=float, default=50.0)
@@ -113,16 +116,16 @@ class Child:
 
 
 class Server:
-    """An engine and `tickertape serve` by the options, ready when the constructor returns; a context manager that stops
-    them. With `counts_streams_only` as many sessions are admitted as the engine has room for, whatever its load. A
-    second engine can be started later, and drained."""
+    """Engines and `tickertape serve` by the options, ready when the constructor returns; a context manager that stops
+    them. With `counts_streams_only` as many sessions are admitted as the engine has room for, whatever its load. One
+    more engine can be started later, and drained."""
 
     def __init__(self, options: argparse.Namespace, counts_streams_only: bool) -> None:
         # SIGTERM raises here, so that a stopped benchmark leaves its `with` blocks and ends the processes.
         self._on_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
         self._folder = tempfile.TemporaryDirectory(prefix="server-")
         self._children: list[Child] = []
-        self._addresses = [f"ipc://{self._folder.name}/{name}" for name in ("engine", "second-engine")]
+        self._addresses = [f"ipc://{self._folder.name}/engine-{number}" for number in range(options.engines + 1)]
         place = f"127.0.0.1:{free_port()}"
         self._origin, self.url = f"http://{place}", f"ws://{place}/v1/realtime"
         serve = ["realtime.cli", "serve", "--engine", ",".join(self._addresses), "--port", place.rpartition(":")[2]]
@@ -130,9 +133,11 @@ class Server:
         serve += ["--limits.max-load", "0"] if counts_streams_only else []
         try:
             command = engine_command(options, options.max_streams)
-            self.engine = self._start("engine", [*command, "--listen", self._addresses[0]])
+            engines = self._addresses[:-1]
+            self.engines = [self._start("engine", [*command, "--listen", address]) for address in engines]
             self.gateway = self._start("gateway", serve)
             wait_until_ready(self._origin, *self._children)
+            self._wait_for_engines(len(engines))
         except BaseException:
             self.stop()
             raise
@@ -146,12 +151,16 @@ class Server:
     def start_second_engine(self, options: argparse.Namespace, streams: int) -> None:
         """Start an engine with room for these streams, and wait until the gateway uses it."""
         command = engine_command(options, streams, drains=True)
-        self.second_engine = self._start("second engine", [*command, "--listen", self._addresses[1]])
+        self.second_engine = self._start("second engine", [*command, "--listen", self._addresses[-1]])
+        self._wait_for_engines(len(self._addresses))
+
+    def _wait_for_engines(self, count: int) -> None:
+        """Wait until the gateway uses this many. Raises RunFailed."""
         deadline = time.monotonic() + READY_S
-        while len(self.capacity()["engines"]) < 2:
-            self.second_engine.check()
+        while len(self.capacity()["engines"]) < count:
+            self.check()
             if time.monotonic() > deadline:
-                raise RunFailed(f"the second engine was not ready within {READY_S:.0f} s")
+                raise RunFailed(f"not all of {count} engines were ready within {READY_S:.0f} s")
             time.sleep(0.1)
 
     def drain_second_engine(self) -> None:
@@ -176,8 +185,8 @@ class Server:
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"tickertape_{name}_total"))
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Processor seconds of the engine, and of each process of the gateway."""
-        engine = sum(map(cpu_seconds, with_descendants(self.engine.pid)))
+        """Processor seconds of the engines, and of each process of the gateway."""
+        engine = sum(cpu_seconds(pid) for engine in self.engines for pid in with_descendants(engine.pid))
         return {"engine": engine, **{f"gateway {pid}": cpu_seconds(pid) for pid in with_descendants(self.gateway.pid)}}
 
     def workers(self) -> list[int]:
@@ -207,5 +216,10 @@ def engine_command(options: argparse.Namespace, streams: int | None, drains: boo
     command = ["benchmarks.engines", *(["engine"] if drains else []), *(["--max-streams", *room] if room else [])]
     if options.null:
         return command
-    command += ["--whisper", options.whisper] if options.whisper else ["--voxtral", "--kv", options.kv]
+    if options.whisper:
+        command += ["--whisper", options.whisper]
+    else:
+        command += ["--voxtral", "--kv", options.kv, "--share-of", str(options.engines)]
+        command += ["--cut-silence", str(options.cut_silence)] if options.cut_silence is not None else []
+        command += ["--parked-share", str(options.parked_share)] if options.parked_share is not None else []
     return [*command, *(["--small"] if options.small else [])]

@@ -194,8 +194,8 @@ def compare_spares(options: argparse.Namespace) -> list[Figures]:
 
 
 def restart_engine(server: Server) -> None:
-    server.engine.kill()
-    server.engine.start()
+    server.engines[0].kill()
+    server.engines[0].start()
 
 
 # Losses of a server, by kind.

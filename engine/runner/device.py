@@ -31,6 +31,8 @@ from engine.errors import EngineError
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
+# Memory of a GPU that the driver takes for a process and its kernels: 0.76 GiB of an H200.
+PROCESS_BYTES = 768 * 2**20
 
 
 class NotEnoughMemory(EngineError):
@@ -64,10 +66,11 @@ def require_device(name: str) -> torch.device:
     return device
 
 
-def total_memory(device: torch.device) -> int:
-    """Bytes of memory of the device, used or not."""
+def shared_memory(device: torch.device, engines: int) -> int:
+    """Bytes of memory, used or not, that engines which share the device have together: all but what the driver takes
+    for each of their processes."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
+        return torch.cuda.mem_get_info(device)[1] - engines * PROCESS_BYTES
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -31,7 +31,7 @@ from engine.options import PIECE_SAMPLES, EngineConfig, cache_folder
 from engine.runner.background import SmartTurnDetector, SpeakerEmbedder, UtteranceReviser
 from engine.runner.base import Runner
 from engine.runner.bias import KeywordTrees
-from engine.runner.device import compute_on_one_thread, free_memory, require_device, total_memory
+from engine.runner.device import compute_on_one_thread, free_memory, require_device, shared_memory
 from engine.runner.frames.memory import MemoryPlan
 from engine.runner.frames.runner import REBUILD_POSITIONS, RunnerSettings, VoxtralRunner
 from engine.runner.speech import DeviceSpeechDetector, SpeechDetector
@@ -325,7 +325,8 @@ def _load_on_device(
     name: str, model: Moonshine | Whisper, pieces: list[bytes], device: torch.device, config: EngineConfig
 ) -> tuple[Runner, Limits]:
     # Engines that share a device plan with equal parts of it, so that all take the same number of streams.
-    room = free_memory(device) if config.share_of == 1 else total_memory(device) // config.share_of
+    engines = config.share_of
+    room = free_memory(device) if engines == 1 else shared_memory(device, engines) // engines
     room -= background_bytes(config, own_process=False)
     return windowed_on_device(name, model, pieces, device, DEVICE_DTYPE, room, config.max_streams or None)
 

@@ -345,6 +345,9 @@ class CommandIntake:
 ACK_SECONDS = 0.02
 # How long to wait when there is nothing to do but to see whether copies of pages are complete.
 COPY_SECONDS = 0.001
+# A draining engine of a frame-synchronous model begins steps no more often than this: its streams move to an engine
+# that may be on the same device, and steps with few streams in each take the most time of the device.
+DRAIN_STEP_SECONDS = 0.04
 # Intervals of the reports of streams' progress and of the engine's load.
 PROGRESS_SECONDS = 0.08
 STATUS_SECONDS = 0.08
@@ -399,6 +402,8 @@ class EngineHost:
         # When `_report` was last called, and from when on the silence of gateways counts: this process may have been
         # stopped.
         self._reported_at = self._silence_from = clock()
+        # When the last tick began.
+        self._ticked_at = 0.0
         # The engine ends at this time at the latest, if it drains.
         self._drains_until = 0.0
         self.load = LoadReport(loop, clock())
@@ -408,6 +413,9 @@ class EngineHost:
         streams."""
         while not stop() and not (drain is not None and drain.is_requested() and self.drain(drain.seconds)):
             self._socket.wait(0 if self._has_batches() else self._wait_seconds())
+            if self.load.status.draining and not self._loop.scheduler.spec.rereads_window:
+                time.sleep(max(0.0, self._ticked_at + DRAIN_STEP_SECONDS - self._clock()))
+            self._ticked_at = self._clock()
             self.tick()
 
     def drain(self, seconds: float) -> bool:

@@ -43,7 +43,7 @@ from engine.models.voxtral_realtime import (
 )
 from engine.runner.base import Runner, never
 from engine.runner.bias import BiasTables, KeywordTree, KeywordTrees, wait_briefly
-from engine.runner.device import Download, StepGraphs, free_memory, require_device, staging, total_memory, upload
+from engine.runner.device import Download, StepGraphs, free_memory, require_device, shared_memory, staging, upload
 from engine.runner.frames.memory import (
     SPARE_HOST_BUFFERS,
     MemoryPlan,
@@ -595,7 +595,7 @@ class VoxtralRunner(Runner):
         memory = plan_share(
             config,
             free_memory(device) - settings.background_bytes,
-            total_memory(device) - settings.share_of * settings.background_bytes,
+            shared_memory(device, settings.share_of) - settings.share_of * settings.background_bytes,
             settings.share_of,
             decoder_window=settings.decoder_window,
             dtype=settings.dtype,
