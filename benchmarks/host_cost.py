@@ -1,11 +1,12 @@
 """What the engine's one thread spends on each 80 ms of a served session, without the model and the detector.
 
-    python -m benchmarks.host_cost [--streams 600] [--gateways 6] [--rounds 60] [--silent-every 1]
+    python -m benchmarks.host_cost [--streams 600] [--gateways 6] [--rounds 60] [--silent-every 1] [--message-positions 4]
 
 Everything between the socket and the runner is real: codec, caches, handoffs, the loop with overlapping steps, skipped
 silence, scheduler, numbered answers. Runner and detector answer at once, and messages are made before the measurement.
 Every session sends one item a round and the changes of its handoff, as a gateway does for clients that can resume; a
-round is read in five steps, as in real time. Words come every fifth item, as in speech. The figure is processor time of
+round is read in five steps, as in real time. With --message-positions N it sends N items in every Nth round, as to a
+busy engine. Words come every fifth item, as in speech. The figure is processor time of
 one thread: compare it within one run, or on one machine.
 """
 
@@ -98,13 +99,15 @@ class Gateway:
             batch.add(messages.SaveHandoff(stream, f"sess_{stream}", 1, 0, [], base=b"x" * 2000, keep_s=60.0), [])
         return self._frames(batch)
 
-    def round(self, streams: list[str], position: int) -> list[Any]:
-        """One item of each of these streams, and the changes of its handoff."""
+    def round(self, streams: list[str], positions: range) -> list[Any]:
+        """An item for each position of these streams, and the changes of their handoffs."""
         batch = OutgoingBatch()
         for stream in streams:
-            payload = self._random.standard_normal(SAMPLES, np.float32)
-            item = Item(position, 1, position * SPEC.samples_per_position, hash_payload(payload), payload)
-            batch.add(messages.Feed(stream, [item]), [item])
+            items = []
+            for position in positions:
+                payload = self._random.standard_normal(SAMPLES, np.float32)
+                items.append(Item(position, 1, position * SPEC.samples_per_position, hash_payload(payload), payload))
+            batch.add(messages.Feed(stream, items), items)
             batch.add(messages.SaveHandoff(stream, f"sess_{stream}", 1, self._read[stream], [b"e" * 24, b"f" * 16]), [])
         return self._frames(batch)
 
@@ -121,7 +124,7 @@ class Gateway:
 
 
 class Bench:
-    def __init__(self, streams: int, gateways: int, silent_every: int = 0) -> None:
+    def __init__(self, streams: int, gateways: int, silent_every: int = 0, message_positions: int = 1) -> None:
         runner = LaunchingRunner(SPEC)
         scheduler = Scheduler(SPEC, room_for(streams, SPEC), runner.vocabulary)
         cut = skip_settings(EngineConfig().cut_silence_s)
@@ -130,7 +133,7 @@ class Bench:
         self.host = EngineHost(self.loop, self.line, "engine", lambda: self.now)  # type: ignore[arg-type]
         self.gateways = [Gateway(number, list(range(number, streams, gateways))) for number in range(gateways)]
         self._by_name = {gateway.name: gateway for gateway in self.gateways}
-        self.position = 0
+        self.rounds, self._message_positions = 0, message_positions
         for frames in (Gateway.hello, Gateway.opens):
             self.line.arriving.extend((gateway.name, frames(gateway)) for gateway in self.gateways)
             self.tick()
@@ -147,19 +150,20 @@ class Bench:
         return took
 
     def round(self) -> int:
-        """80 ms of every stream."""
-        took = 0
-        for step in range(STEPS):
+        """80 ms: with messages of N positions, a message of one in N streams."""
+        took, count = 0, self._message_positions
+        first = self.rounds // count * count
+        for step in range(self.rounds % count * STEPS, self.rounds % count * STEPS + STEPS):
             for gateway in self.gateways:
-                due = gateway.streams[step::STEPS]
-                self.line.arriving.append((gateway.name, gateway.round(due, self.position)))
+                due = gateway.streams[step :: STEPS * count]
+                self.line.arriving.append((gateway.name, gateway.round(due, range(first, first + count))))
             took += self.tick()
-        self.position += 1
+        self.rounds += 1
         return took
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    bench = Bench(options.streams, options.gateways, options.silent_every)
+    bench = Bench(options.streams, options.gateways, options.silent_every, options.message_positions)
     calm_collector()
     for _ in range(60 if options.silent_every else 10):  # silence is skipped only after some seconds
         bench.round()
@@ -176,6 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--gateways", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=60, help="rounds of 80 ms that are counted")
     parser.add_argument("--silent-every", type=int, default=0, help="one of N streams has no speech; 0: all have")
+    parser.add_argument("--message-positions", type=int, default=1, help="positions in one message of a stream")
     run_command(parser, arguments, measure, streams=12, gateways=2, rounds=10)
 
 

@@ -47,7 +47,7 @@ class EngineConfig:
     cut_silence_s: float = 3.0
     # Frame-synchronous models on a GPU: host memory for streams whose silence is skipped, as a share of the memory that
     # is free at the start; 0: their keys and values stay on the device.
-    parked_share: float = 0.6
+    parked_share: float = 0.7
     # Offer speaker labels, if their weights are in the cache.
     speakers: bool = True
     # Ask the turn detector where a turn ends, if its weights are in the cache.

@@ -293,7 +293,7 @@ class ModelConfig:
     cut_silence_s: float = 3.0
     # Frame-synchronous models on a GPU: streams whose silence is skipped are parked in host memory, so that more
     # sessions fit. The share of the memory free at the start that they may use; 0: they stay on the device.
-    parked_share: float = 0.6
+    parked_share: float = 0.7
     # Offer labels that say who speaks, if `tickertape pull speakers` has fetched their weights.
     speakers: bool = True
     # Ask the learnt turn detector in the pauses of semantic turn detection and Deepgram Flux, if its weights are there.

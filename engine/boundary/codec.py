@@ -28,7 +28,7 @@ from engine.messages import Message
 from engine.spec import ModelSpec
 
 # Must be raised whenever an older peer could misread a message.
-WIRE_VERSION = 23
+WIRE_VERSION = 24
 
 Frames = Sequence[Any]
 Payload = NDArray[np.float32]
@@ -90,6 +90,8 @@ class Status(Message):
     draining: bool = False
     # Positions of replayed audio that a gateway may have sent and not acknowledged; 0: the engine sets no bound.
     replay_positions: int = 0
+    # Positions of a live stream's audio that a gateway should send in one message: more than one while steps are long.
+    message_positions: int = 1
 
 
 class Hello(msgspec.Struct, tag="hello"):

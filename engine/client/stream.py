@@ -59,8 +59,8 @@ MAX_QUEUED_OUTPUTS = 1024
 _FINAL = (messages.Closed, messages.Failed, messages.Dead)
 # After this time without audio, silence is fed to a live stream that has an unanswered flush.
 QUIET_LINE_SECONDS = 0.3
-# Silence that the engine skips is sent this much later, several appends in one message: for the engine's one thread a
-# message with silence is as much work as one with speech.
+# Audio that is sent later, several appends in one message, waits for this long at most: silence that the engine skips,
+# and all audio while the engine's one thread is busy. For that thread a message is work, whatever it contains.
 HELD_SECONDS = 0.3
 # Audio that is this much louder than the silence before it (in power) may be speech, and is sent at once. Quieter audio
 # than the second value never is speech: -70 dB of full scale.
@@ -448,9 +448,13 @@ class PreviousEngine:
         )
 
 
-class HeldSilence:
-    """Audio of a stream that is sent later: silence that the engine skips (`Speech.skipped`), except for audio that may
-    be the beginning of speech. No word depends on it, because the engine gets the same items a little later."""
+class HeldAudio:
+    """Audio of a stream that is sent later, several appends in one message. No word depends on it, because the engine
+    gets the same items a little later.
+
+    Silence that the engine skips (`Speech.skipped`) waits, except for audio that may be the beginning of speech. Other
+    audio waits while the engine asks for messages of several positions (`Status.message_positions`).
+    """
 
     def __init__(self, sample_rate: int) -> None:
         self.pieces: list[NDArray[np.float32]] = []
@@ -473,12 +477,15 @@ class HeldSilence:
         self.pieces.append(samples.copy())  # the caller may use its array again
         self._samples += len(samples)
 
-    def may_wait(self, samples: NDArray[np.float32]) -> bool:
-        """Whether these samples are as quiet as the silence before them. Raises ValueError as the cutter would."""
-        if not self.is_skipped:
+    def may_wait(self, samples: NDArray[np.float32], message_samples: int) -> bool:
+        """Whether these samples may wait for the next ones: they are as quiet as the skipped silence before them, or
+        those that wait are, with them, fewer than `message_samples`. Raises ValueError as the cutter would."""
+        if not self.is_skipped and not message_samples:
             return False
         check_samples(samples)
         count = len(samples)
+        if not self.is_skipped:
+            return 0 < count and self._samples + count < message_samples
         if not 0 < count < self._longest_append or self._samples + count > self._max_samples:
             return False
         power, level = float(np.dot(samples, samples)) / count, self._level
@@ -512,7 +519,7 @@ class EngineStream:
         self._on_end = on_end
         self._cutter = make_cutter(spec)
         # Samples that follow those of the cutter and are sent later.
-        self._held = HeldSilence(spec.sample_rate)
+        self._held = HeldAudio(spec.sample_rate)
         self._held_timer: asyncio.TimerHandle | None = None
         # Called when held audio was sent.
         self.on_held_sent: Callable[[], None] | None = None
@@ -674,7 +681,7 @@ class EngineStream:
 
     @property
     def holds_audio(self) -> bool:
-        """Whether audio that was fed is sent later (`HeldSilence`)."""
+        """Whether audio that was fed is sent later (`HeldAudio`)."""
         return bool(self._held.pieces)
 
     def release(self) -> None:
@@ -839,8 +846,9 @@ class EngineStream:
                 logger.debug("stream %s: %s", self.id, output.message)
 
     def _on_speech(self, output: messages.Speech) -> None:
+        silence_ends = self._held.is_skipped and not output.skipped
         self._held.note(output.skipped)
-        if not output.skipped:
+        if silence_ends:
             self._send_held()
         self.outputs.put_speech(output)
 
@@ -898,7 +906,7 @@ class EngineStream:
 
     def _cut_and_send(self, samples: NDArray[np.float32]) -> None:
         held = self._held
-        if not (self._unanswered or self._ended) and held.may_wait(samples):
+        if not (self._unanswered or self._ended) and held.may_wait(samples, self._message_samples):
             held.add(samples)
             if self._held_timer is None:
                 self._held_timer = asyncio.get_running_loop().call_later(HELD_SECONDS, self._send_held)
@@ -907,6 +915,12 @@ class EngineStream:
             self._send_held()
         else:
             self._send_items(prepare(self._cutter, self._cutter.cut(samples), self._spec))
+
+    @property
+    def _message_samples(self) -> int:
+        """Samples that the engine wants in one message; 0: as many as there are."""
+        positions = 1 if self.placement.link is None else self.placement.link.status.message_positions
+        return 0 if positions < 2 else positions * self._spec.samples_per_position
 
     def _send_held(self) -> None:
         if pieces := self._drop_held():

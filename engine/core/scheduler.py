@@ -67,9 +67,9 @@ _resident_for_longest = attrgetter("resident_since")
 STALLED_STEPS = 100
 # Most positions per step of a recovered stream that is behind, for a model that otherwise computes one.
 MAX_CATCH_UP_POSITIONS = 4
-# A stream may be parked when its last audio to compute arrived this long ago. Silence is skipped only after seconds, so
-# a stream whose silence is skipped may be parked at once.
-PARKED_AFTER_NS = 1_000_000_000
+# A stream may be parked when its last audio to compute arrived this long ago: longer than the gaps in the audio of a
+# usual connection.
+PARKED_AFTER_NS = 500_000_000
 # If more live streams have work than there is room for, each may use the device for this long at a time; the others
 # wait for at least as long.
 TURN_NS = 2_000_000_000

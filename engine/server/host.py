@@ -48,6 +48,7 @@ from engine.options import COUNTED_SECONDS
 from engine.server.handoff import HandoffTable
 from engine.server.hosted_streams import HostedStream, HostedStreams, Peer
 from engine.server.loop import EngineLoop
+from engine.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +62,19 @@ LOAD_SECONDS = 1.0
 MANY_STREAMS = 64
 # A stream is active if it had something to compute within this time. Until it has been open for NEW_SECONDS, it counts
 # as active.
-ACTIVE_NS = 1_000_000_000
-NEW_SECONDS = 5.0
-# Standard deviations by which the estimate exceeds the number of streams that are active now.
-MARGIN_DEVIATIONS = 3
+ACTIVE_NS = 500_000_000
+NEW_SECONDS = 2.0
+# While ticks of the engine take longer than this share of a position's time, gateways are asked for one position more
+# in each message, and one less below the second share. A step computes one position of a stream, so with ticks as long
+# as a position, streams fall behind. At most so many positions: each may make words later by its time.
+LONG_TICK_SHARE, SHORT_TICK_SHARE = 0.9, 0.5
+MAX_MESSAGE_POSITIONS = 4
+# Above the first share of the streams that can be active at once, or of the engine's time, the engine is busy, until
+# the share falls below the second: silence is skipped sooner (`engine/server/skipped_silence.py`).
+BUSY_SHARE, CALM_SHARE = 0.7, 0.55
+# Standard deviations by which the estimate exceeds the number of streams that are active now. If more become active,
+# some wait until others are silent.
+MARGIN_DEVIATIONS = 2
 
 
 def active_at_once(recent: int, active: int) -> int:
@@ -90,10 +100,19 @@ class LoadReport:
         self._load_since = now
         # Seconds spent on messages since `_load_since` while no step was running.
         self._between_steps_s = 0.0
+        # Silence should be skipped sooner.
+        self.is_busy = False
+        # Sum of the lengths of ticks since `_load_since`, in seconds, and of their squares.
+        self._ticks_s = self._ticks_s2 = 0.0
 
     def add_time_between_steps(self, seconds: float) -> None:
         """Messages were read and written for this long while no step was running."""
         self._between_steps_s += max(0.0, seconds)
+
+    def add_tick(self, seconds: float) -> None:
+        """A tick in which nothing was rebuilt took this long."""
+        self._ticks_s += seconds
+        self._ticks_s2 += seconds * seconds
 
     def count(self, loop: EngineLoop) -> None:
         """Update the values that change with every step."""
@@ -155,6 +174,22 @@ class LoadReport:
         status.load_per_stream = per_stream + between_steps / live if per_stream and live else per_stream
         self._live_ns, self._live_speech_ns, self._speech_ns = totals.live_ns, totals.live_speech_ns, totals.speech_ns
         self._load_since, self._between_steps_s = now, 0.0
+        if not loop.scheduler.spec.rereads_window:
+            self._choose_message_length(loop.scheduler.spec)
+            needed = status.load_per_step + status.load_per_stream * status.counted
+            share = max(needed, status.counted / status.active_total)
+            self.is_busy = status.message_positions > 1 or share > (CALM_SHARE if self.is_busy else BUSY_SHARE)
+
+    def _choose_message_length(self, spec: ModelSpec) -> None:
+        """Ask gateways for longer messages while ticks are long, because much of a tick is work per message."""
+        # The length of the tick in which audio arrives, on average.
+        tick_s = self._ticks_s2 / self._ticks_s if self._ticks_s else 0.0
+        self._ticks_s = self._ticks_s2 = 0.0
+        position_s, status = spec.samples_per_position / spec.sample_rate, self.status
+        if tick_s > LONG_TICK_SHARE * position_s:
+            status.message_positions = min(status.message_positions + 1, MAX_MESSAGE_POSITIONS)
+        elif tick_s < SHORT_TICK_SHARE * position_s:
+            status.message_positions = max(status.message_positions - 1, 1)
 
 
 # Commands of gateways.
@@ -439,8 +474,11 @@ class EngineHost:
         self._apply_batches(now)
         dead = self._step()
         self._report(now)
+        took = self._clock() - began
+        if not self._loop.scheduler.rebuilding:
+            self.load.add_tick(took)
         if not self._loop.has_launched_step:
-            self.load.add_time_between_steps(self._clock() - began - (steps.ns - ns_before) / 1e9)
+            self.load.add_time_between_steps(took - (steps.ns - ns_before) / 1e9)
         if dead is not None:
             raise EngineDead(dead)
 
@@ -685,6 +723,7 @@ class EngineHost:
             self._status_at, self.hosted.changed = now, False
             waited = [now - peer.inbox[0][2] for peer in self.peers.values() if peer.has_batch]
             self.load.measure(self._loop, self.hosted.streams.values(), max(waited, default=0.0), now)
+            self._loop.silence_skipper.skip_sooner(self.load.is_busy)
         if now - self._reported_at > STOPPED_SECONDS:
             self._silence_from = now
         self._reported_at = now

@@ -39,6 +39,8 @@ SAMPLE_RATE = 16_000
 # missed word is worse than computed silence.
 EVIDENCE = 0.2
 PRE_ROLL_SECONDS = 0.48
+# Silence to compute while the engine is busy, if that is less than usual.
+SHORT_SILENCE_SECONDS = 1.0
 
 
 def skip_settings(silence_seconds: float) -> GateSettings:
@@ -75,7 +77,10 @@ class SkippingStream:
             # skipped. Two positions are added as a margin.
             delay = spec.default_delay_positions if message.delay_positions is None else message.delay_positions
             needed = (spec.pause_positions_for(delay) + 2) * self._samples_per_position
-            gate = replace(gate, hang_over_samples=max(gate.hang_over_samples, needed))
+            usual = max(gate.hang_over_samples, needed)
+            gate = replace(gate, hang_over_samples=usual)
+            self._usual_silence = usual
+            self._short_silence = min(usual, max(int(SHORT_SILENCE_SECONDS * spec.sample_rate), needed))
         self.gate = None if gate is None else SpeechGate(gate, is_open=True)
         self.finished = False
         self.waiting: deque[Item | PendingMark] = deque()
@@ -96,6 +101,12 @@ class SkippingStream:
         self.unreported = 0
         self._reported_until = self._recorded_until - len(self._recorded)
         self._skip_until_sample = 0
+
+    def skip_sooner(self, is_busy: bool) -> None:
+        """From the next frame on, skip silence after less of it, or after the usual time."""
+        if self.gate is not None:
+            silence = self._short_silence if is_busy else self._usual_silence
+            self.gate.settings = replace(self.gate.settings, hang_over_samples=silence)
 
     def add(self, items: Iterable[Item]) -> None:
         """Queue items that have arrived."""
@@ -277,13 +288,22 @@ class SilenceSkipper:
         self._emit = emit
         self._streams: dict[str, SkippingStream] = {}
         self._now = 0
+        self._is_busy = False
+
+    def skip_sooner(self, is_busy: bool) -> None:
+        """While the engine is busy, skip silence after `SHORT_SILENCE_SECONDS`, if that is less than usual."""
+        if is_busy != self._is_busy:
+            self._is_busy = is_busy
+            for stream in self._streams.values():
+                stream.skip_sooner(is_busy)
 
     def open(self, message: Open) -> Open:
         """The message for scheduler and runner, in engine positions."""
         skipped_before = SKIPPED in message.forced_tokens
         if not message.live or (self._settings is None and not skipped_before):
             return message
-        self._streams[message.stream] = SkippingStream(message, self._settings, self._scheduler.spec)
+        stream = self._streams[message.stream] = SkippingStream(message, self._settings, self._scheduler.spec)
+        stream.skip_sooner(self._is_busy)
         if not skipped_before:
             return message
         suspect, first = message.suspect, self._scheduler.spec.prefix_positions
@@ -311,8 +331,8 @@ class SilenceSkipper:
             return
         self.check_open(name)
         self._now = now
-        if len(items) == 1 and stream.is_released_at_once(items[0]):
-            self._scheduler.feed(name, [stream.on_engine_count(items[0])], now)
+        if all(map(stream.is_released_at_once, items)):
+            self._scheduler.feed(name, [stream.on_engine_count(item) for item in items], now)
             if stream.is_settled:
                 return
         else:

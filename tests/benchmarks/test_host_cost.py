@@ -8,8 +8,9 @@ from benchmarks.host_cost import Bench
 
 
 @pytest.mark.parametrize(("silent_every", "silent"), [(0, 0), (1, 6), (2, 3)])
-def test_every_item_is_computed_or_cut(silent_every: int, silent: int) -> None:
-    bench = Bench(streams=6, gateways=2, silent_every=silent_every)
+@pytest.mark.parametrize("message_positions", [1, 3])
+def test_every_item_is_computed_or_cut(silent_every: int, silent: int, message_positions: int) -> None:
+    bench = Bench(6, 2, silent_every, message_positions)
     for _ in range(60):
         bench.round()
     while bench.loop.has_work():

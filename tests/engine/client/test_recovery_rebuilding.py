@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from audio.containers import read_file
 from engine.boundary import codec
+from engine.boundary.codec import Status
 from engine.boundary.replay import StreamLimits
 from engine.client.link import PacedSource
 from engine.client.stream import EngineStream
@@ -57,6 +58,7 @@ class LocalLink:
 
     def __init__(self, loop: EngineLoop) -> None:
         self.loop = loop
+        self.status = Status()
 
     def send(self, command: Command, items: list[Item] | None = None) -> None:
         carried = [structs.replace(item) for item in items or []]

@@ -199,7 +199,7 @@ def silent(engine: Engine, *names: str) -> None:
         engine.open(name)
         engine.feed(name, 3)
         engine.run()
-    engine.now += 2 * PARKED_AFTER_NS
+    engine.now += 2 * SECOND
     engine.scheduler.advance_clock(engine.now)
 
 
@@ -361,7 +361,7 @@ class TestCopies:
         for _ in range(3):
             engine.step()
         is_complete[0] = False
-        engine.now += 2 * PARKED_AFTER_NS
+        engine.now += 2 * SECOND
         engine.feed("b")
         is_complete[0] = True
         engine.step()

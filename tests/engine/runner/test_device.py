@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from engine.runner.device import NoDevice, free_memory, require_device
+from engine.runner.device import GIB, PROCESS_BYTES, NoDevice, free_memory, require_device, shared_memory
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,15 @@ def test_no_second_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cpu_has_memory() -> None:
     assert free_memory(require_device("cpu")) > 0
+
+
+def test_engines_that_share_a_gpu_leave_room_for_the_process_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 * GIB, 140 * GIB))
+    gpu = torch.device("cuda:0")
+    assert [shared_memory(gpu, engines) for engines in (1, 2)] == [140 * GIB - n * PROCESS_BYTES for n in (1, 2)]
+    assert PROCESS_BYTES > 0.76 * GIB - 16 * 2**20, "what was measured"
+    cpu = torch.device("cpu")
+    assert shared_memory(cpu, 1) == shared_memory(cpu, 2) > 0
 
 
 EIGHT_BITS_ON_ONE_THREAD = """

@@ -18,7 +18,7 @@ from engine.boundary import codec
 from engine.boundary.codec import Batch, PayloadPlace, encode_command
 from engine.boundary.items import hash_payload
 from engine.messages import Item
-from engine.server.host import MAX_UNREADABLE, DrainRequest, EngineHost
+from engine.server.host import DRAIN_STEP_SECONDS, MAX_UNREADABLE, DrainRequest, EngineHost
 from engine.server.loop import EngineLoop
 from engine.server.main import run_engine
 from tests.engine import fakes
@@ -385,6 +385,32 @@ def test_an_engine_that_drains_takes_nothing_new_says_so_and_ends_when_it_is_emp
     assert (refused.stream, refused.code) == ("b", "AtCapacity")
     host.send(b"g", command(messages.Abort("a")))
     host.host.serve(lambda: False, drain)
+
+
+@pytest.mark.parametrize(("windowed", "apart"), [(False, DRAIN_STEP_SECONDS), (True, 0.01)])
+def test_a_draining_engine_leaves_its_device_to_others(
+    windowed: bool, apart: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small steps in a row take most of a GPU that is shared; a windowed model computes when a stride is complete."""
+    host, began = Host(fakes.build(windowed, detects=True)), list[float]()
+    host.greet(b"g")
+    host.send(b"g", command(messages.Open("a")))
+
+    def tick() -> None:
+        began.append(host.now)
+        host.now += 0.01
+
+    def sleep(seconds: float) -> None:
+        host.now += seconds
+
+    monkeypatch.setattr(host.host, "tick", tick)
+    monkeypatch.setattr("engine.server.host.time.sleep", sleep)
+    asked = False
+    host.host.serve(lambda: len(began) == 3, DrainRequest(lambda: asked, 60.0))
+    assert np.diff(began) == pytest.approx(0.01)
+    asked, began[:] = True, []
+    host.host.serve(lambda: len(began) == 5, DrainRequest(lambda: asked, 60.0))
+    assert np.diff(began) == pytest.approx(apart)
 
 
 def test_an_engine_that_is_not_emptied_in_time_ends_all_the_same() -> None:

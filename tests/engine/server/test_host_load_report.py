@@ -64,9 +64,39 @@ def test_a_clock_that_stands_takes_nothing_back(loop: EngineLoop) -> None:
     assert report.status.load == 0.0
 
 
+def message_positions(report: LoadReport, loop: EngineLoop, ticks_ms: list[list[float]]) -> list[int]:
+    """What gateways are asked for after seconds with ticks of these lengths."""
+    found, now = [], report._load_since
+    for ticks in ticks_ms:
+        for length in ticks:
+            report.add_tick(length / 1000)
+        now += 1.1
+        report.measure(loop, [], 0.0, now)
+        found.append(report.status.message_positions)
+    return found
+
+
+def test_while_ticks_are_long_gateways_are_asked_for_longer_messages(loop: EngineLoop) -> None:
+    report = LoadReport(loop, 0.0)
+    busy, calm, between = [90.0] * 10, [20.0] * 10, [50.0] * 10
+    # A position of this model takes 80 ms.
+    assert message_positions(report, loop, [calm, between, busy, busy, busy, busy]) == [1, 1, 2, 3, 4, 4]
+    assert message_positions(report, loop, [between, calm, between, calm, [], calm]) == [4, 3, 3, 2, 1, 1]
+
+
+def test_a_second_with_many_idle_ticks_is_as_long_for_audio_as_its_long_ones(loop: EngineLoop) -> None:
+    report = LoadReport(loop, 0.0)
+    assert message_positions(report, loop, [[0.01] * 5000 + [100.0] * 5]) == [2]
+
+
+def test_messages_of_a_windowed_model_stay_as_they_are() -> None:
+    loop = fakes.build(fakes.WINDOWED, detects=True)
+    assert message_positions(LoadReport(loop, 0.0), loop, [[500.0], [500.0]]) == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("recent", "active", "expected"),
-    [(0, 0, 0), (100, 0, 3), (100, 50, 65), (100, 100, 100), (1200, 600, 652), (64, 63, 64)],
+    [(0, 0, 0), (100, 0, 2), (100, 50, 60), (100, 100, 100), (1200, 600, 635), (64, 63, 64)],
 )
 def test_of_many_conversations_only_some_are_active_at_once(recent: int, active: int, expected: int) -> None:
     assert active_at_once(recent, active) == expected

@@ -1,4 +1,4 @@
-"""Skipped silence that is sent a little later: the engine gets the same, in the same order, in fewer messages.
+"""Audio that is sent a little later: the engine gets the same, in the same order, in fewer messages.
 
 Time is a number that the tests change, so every sample's delay is exact.
 """
@@ -20,11 +20,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine import messages
+from engine.boundary.codec import Status
 from engine.boundary.replay import StreamLimits
 from engine.client.link import PacedSource
-from engine.client.stream import HELD_SECONDS, INAUDIBLE_POWER, LOUDER, MAX_HELD_SECONDS, EngineStream, HeldSilence
+from engine.client.stream import HELD_SECONDS, INAUDIBLE_POWER, LOUDER, MAX_HELD_SECONDS, EngineStream, HeldAudio
 from engine.errors import StreamFinished
 from engine.messages import Command, Feed, Flush, Item, Open, Speech
+from engine.server.host import MAX_MESSAGE_POSITIONS
 from tests.engine import fakes
 from tests.engine.client import test_recovery_rebuilding
 from tests.engine.client.test_recovery_rebuilding import EngineDeath, play
@@ -78,7 +80,8 @@ class Link:
     has_room = True
     lost: str | None = None
 
-    def __init__(self, loop: VirtualLoop) -> None:
+    def __init__(self, loop: VirtualLoop, status: Status) -> None:
+        self.status = status
         self.sent: list[tuple[float, Command, list[Item]]] = []
         self._loop = loop
 
@@ -109,6 +112,8 @@ class Held:
     """An open stream, its link, and what it has said of the audio that it holds."""
 
     loop: VirtualLoop
+    # The status of every engine.
+    status: Status = field(default_factory=Status)
     stream: EngineStream = field(init=False)
     links: list[Link] = field(default_factory=list)
     ended: list[EngineStream] = field(default_factory=list)
@@ -119,7 +124,7 @@ class Held:
         return self
 
     async def reopen(self) -> None:
-        self.links.append(Link(self.loop))
+        self.links.append(Link(self.loop, self.status))
         opening = asyncio.ensure_future(self.stream.open_on(cast(Any, self.link)))
         await settle()
         self.stream.on_output(messages.Opened("s"))
@@ -155,30 +160,30 @@ def run(story: Story, is_held: bool = True) -> Held:
         await story(held)
         return held
 
-    may_wait = HeldSilence.may_wait if is_held else lambda self, samples: False
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner, mock.patch.object(HeldSilence, "may_wait", may_wait):
+    may_wait = HeldAudio.may_wait if is_held else lambda self, samples, wanted: False
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner, mock.patch.object(HeldAudio, "may_wait", may_wait):
         return runner.run(told())
 
 
 # Which audio waits
 
 
-def waits(silence: HeldSilence, *levels: float, samples: int = POSITION) -> list[bool]:
-    """Whether each of these appends may wait."""
-    return [silence.may_wait(noise(samples, level)) for level in levels]
+def waits(silence: HeldAudio, *levels: float, samples: int = POSITION, wanted: int = 0) -> list[bool]:
+    """Whether each of these appends may wait; the engine wants messages of so many samples."""
+    return [silence.may_wait(noise(samples, level), wanted) for level in levels]
 
 
 @pytest.fixture
-def silence() -> HeldSilence:
+def silence() -> HeldAudio:
     """Of a stream whose silence is skipped; its level is known."""
-    found = HeldSilence(RATE)
+    found = HeldAudio(RATE)
     found.note(True)
     assert waits(found, QUIET, QUIET) == [False, True]
     return found
 
 
 def test_nothing_waits_before_the_engine_skips_and_after_it() -> None:
-    found = HeldSilence(RATE)
+    found = HeldAudio(RATE)
     assert waits(found, 0, QUIET, 0) == [False] * 3
     found.note(True)
     assert waits(found, QUIET, QUIET) == [False, True], "the first append tells how loud the silence is"
@@ -188,44 +193,44 @@ def test_nothing_waits_before_the_engine_skips_and_after_it() -> None:
     assert waits(found, QUIET, 0) == [False] * 2
 
 
-def test_audio_that_is_louder_than_the_silence_does_not_wait(silence: HeldSilence) -> None:
+def test_audio_that_is_louder_than_the_silence_does_not_wait(silence: HeldAudio) -> None:
     step = LOUDER**0.5
     assert waits(silence, QUIET, 0.9 * step * QUIET, QUIET, 1.2 * step * QUIET) == [True, True, True, False]
 
 
 def test_audio_that_nobody_can_hear_waits_however_silent_it_was_before() -> None:
-    found = HeldSilence(RATE)
+    found = HeldAudio(RATE)
     found.note(True)
     audible = INAUDIBLE_POWER**0.5
     assert waits(found, 0, 0, 0.9 * audible, 0, 1.1 * audible) == [False, True, True, True, False]
 
 
 @pytest.mark.parametrize("samples", [POSITION // 4, POSITION])
-def test_speech_that_goes_on_does_not_wait(silence: HeldSilence, samples: int) -> None:
+def test_speech_that_goes_on_does_not_wait(silence: HeldAudio, samples: int) -> None:
     """The engine needs it to find that it is speech. 30 dB above the silence, for half a second."""
     assert not any(waits(silence, *[QUIET * 32] * (RATE // 2 // samples), samples=samples))
 
 
 @pytest.mark.parametrize("bang", [0.02, 1.0])
-def test_speech_after_a_louder_noise_does_not_wait(silence: HeldSilence, bang: float) -> None:
+def test_speech_after_a_louder_noise_does_not_wait(silence: HeldAudio, bang: float) -> None:
     assert waits(silence, bang) == [False]
     waits(silence, *[QUIET] * 5)
     assert waits(silence, 10 * QUIET) == [False]
 
 
-def test_a_room_that_has_become_louder_is_silence_again_after_some_seconds(silence: HeldSilence) -> None:
+def test_a_room_that_has_become_louder_is_silence_again_after_some_seconds(silence: HeldAudio) -> None:
     louder = waits(silence, *[10 * QUIET] * (10 * RATE // POSITION))
     assert not louder[0] and all(louder[len(louder) // 2 :])
 
 
-def test_a_long_append_does_not_wait(silence: HeldSilence) -> None:
+def test_a_long_append_does_not_wait(silence: HeldAudio) -> None:
     """It would be a message of its own anyway."""
     longest = int(HELD_SECONDS * RATE)
     assert waits(silence, QUIET, samples=longest - 1) == [True]
     assert waits(silence, QUIET, 0, samples=longest) == [False, False]
 
 
-def test_no_more_waits_than_the_bound(silence: HeldSilence) -> None:
+def test_no_more_waits_than_the_bound(silence: HeldAudio) -> None:
     for _ in range(int(MAX_HELD_SECONDS * RATE) // POSITION):
         assert waits(silence, QUIET) == [True]
         silence.add(noise(POSITION, QUIET))
@@ -234,8 +239,20 @@ def test_no_more_waits_than_the_bound(silence: HeldSilence) -> None:
     assert waits(silence, QUIET) == [True] and not silence.pieces
 
 
+def test_speech_waits_until_there_is_enough_for_a_message() -> None:
+    found = HeldAudio(RATE)
+    assert waits(found, LOUD, wanted=0) == [False]
+    assert waits(found, LOUD, wanted=POSITION + 1) == [True]
+    found.add(noise(POSITION, LOUD))
+    assert waits(found, LOUD, wanted=2 * POSITION) == [False]
+    assert waits(found, LOUD, wanted=2 * POSITION + 1) == [True]
+    assert waits(found, samples=0, wanted=4 * POSITION) == []
+    found.note(True)
+    assert waits(found, QUIET, LOUD, wanted=4 * POSITION) == [False, False], "the beginning of speech does not wait"
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_values_that_are_no_samples_do_not_wait(silence: HeldSilence, value: float) -> None:
+def test_values_that_are_no_samples_do_not_wait(silence: HeldAudio, value: float) -> None:
     for _ in range(2):
         assert waits(silence, value, LOUD) == [False, False]
     assert waits(silence, QUIET) == [True]
@@ -271,11 +288,18 @@ class Wait:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """The engine asks for messages of so many positions."""
+
+    positions: int
+
+
+@dataclass(frozen=True)
 class Do:
     what: str  # "answer", "turns", "lose", "reopen"
 
 
-Act = Append | Report | Gap | AskFlush | Wait | Do
+Act = Append | Report | Gap | AskFlush | Wait | Ask | Do
 APPENDS = st.builds(
     Append, st.integers(1, 3 * POSITION) | st.sampled_from([32, POSITION, RATE, 2 * RATE]),
     st.sampled_from([0.0, QUIET, QUIET, 2 * QUIET, LOUD]),
@@ -288,6 +312,7 @@ ACTS = st.one_of(
     st.builds(Gap, st.integers(1, 4 * POSITION)),
     st.builds(AskFlush, st.booleans()),
     st.builds(Wait, st.sampled_from([0.02, 0.08, 0.25, 1.0])),
+    st.builds(Ask, st.integers(1, MAX_MESSAGE_POSITIONS)),
     st.builds(Do, st.sampled_from(["answer", "answer", "answer", "turns", "lose", "reopen"])),
 )
 # The engine skips silence, and its level is known.
@@ -334,6 +359,8 @@ class Acts:
                 assert not stream.holds_audio
             case Wait(seconds):
                 await held.loop.move(seconds)
+            case Ask(positions):
+                held.status.message_positions = positions
             case Do("answer") if self.answered < self.tags and stream.placement.link is not None:
                 self.answered += 1
                 stream.on_output(messages.Flushed("s", self.answered, 0))
@@ -353,6 +380,7 @@ class Acts:
 @example([*HELD, Gap(300), *HELD, Append(POSITION, LOUD)])
 @example([*HELD, Do("turns"), *HELD, AskFlush(True), *HELD, Do("answer"), *HELD, AskFlush(False)])
 @example([*HELD, Do("lose"), *HELD, Do("reopen"), *HELD])
+@example([Report(False), Ask(3), *[Append(POSITION, LOUD)] * 5, Report(False), Append(9, LOUD), Ask(1), *HELD])
 def test_the_engine_gets_the_same_in_the_same_order_a_little_later(acts: list[Act]) -> None:
     acts = [*SKIPPING, *acts]
     found, calm = run(Acts(acts)), run(Acts(acts), is_held=False)
@@ -379,6 +407,35 @@ def test_a_stream_in_skipped_silence_sends_at_most_a_third_of_the_messages() -> 
     assert [what for _, what in found.link.trace] == [what for _, what in calm.link.trace]
     assert len(calm.link.feeds) >= 125
     assert len(found.link.feeds) <= len(calm.link.feeds) / 3
+
+
+@pytest.mark.parametrize("positions", range(1, MAX_MESSAGE_POSITIONS + 1))
+def test_a_busy_engine_gets_speech_in_messages_of_as_many_positions_as_it_asks_for(positions: int) -> None:
+    async def story(held: Held) -> None:
+        held.status.message_positions = positions
+        for number in range(120):
+            await held.stream.feed(noise(POSITION, LOUD, number))
+            held.report(False)
+            await held.loop.move(0.08)
+
+    calm, found = run(story, is_held=False), run(story)
+    assert [what for _, what in found.link.trace] == [what for _, what in calm.link.trace]
+    late = [at - calm_at for (at, _), (calm_at, _) in zip(found.link.trace, calm.link.trace, strict=True)]
+    assert max(late) == pytest.approx((positions - 1) * 0.08)
+    # The first message has the model's look-ahead to wait for, so it has one position less.
+    assert len(calm.link.feeds) >= 119 and len(found.link.feeds) <= 120 // positions
+
+
+def test_an_engine_that_is_busy_no_longer_gets_what_waits_with_the_next_append() -> None:
+    async def story(held: Held) -> None:
+        held.status.message_positions = 4
+        await held.stream.feed(noise(POSITION, LOUD))
+        held.status.message_positions = 1
+        assert held.stream.holds_audio
+        await held.stream.feed(noise(POSITION, LOUD))
+        assert not held.stream.holds_audio and not held.loop.has_timers
+
+    run(story)
 
 
 def test_loud_audio_goes_at_once_together_with_what_was_held() -> None:
@@ -535,24 +592,28 @@ def test_a_stream_that_leaves_its_engine_takes_what_is_held_to_the_next() -> Non
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_words_are_those_of_audio_that_is_sent_at_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("positions", [1, 3])
+async def test_words_are_those_of_audio_that_is_sent_at_once(
+    positions: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever the engine dies. Time is so compressed that the timer never sends."""
     monkeypatch.setattr(test_recovery_rebuilding, "PACKET", POSITION)
+    monkeypatch.setattr(EngineStream, "_message_samples", 0 if positions == 1 else positions * POSITION)
     audio, chance = silence_cut.conversation(seed + 40, turns=4), random.Random(seed)
     packets = len(audio) // POSITION
     deaths = [EngineDeath(packet, chance.randrange(4), chance.choice([0, 1, 5])) for packet in range(30, packets, 40)]
     flushes = set(chance.sample(range(packets), 2))
-    hold, held = HeldSilence.add, 0
+    hold, held = HeldAudio.add, 0
 
-    def counting(self: HeldSilence, samples: Samples) -> None:
+    def counting(self: HeldAudio, samples: Samples) -> None:
         nonlocal held
         held += len(samples)
         hold(self, samples)
 
-    monkeypatch.setattr(HeldSilence, "add", counting)
+    monkeypatch.setattr(HeldAudio, "add", counting)
     found = (await play(silence_cut.build, audio, flushes, deaths)).transcript
     assert held > RATE
-    monkeypatch.setattr(HeldSilence, "may_wait", lambda self, samples: False)
+    monkeypatch.setattr(HeldAudio, "may_wait", lambda self, samples, wanted: False)
     calm = (await play(silence_cut.build, audio, flushes, [])).transcript
     assert (found.text, found.words, found.tags, found.last) == (calm.text, calm.words, calm.tags, calm.last)
     assert len(calm.words) > 5
@@ -562,7 +623,7 @@ async def test_words_are_those_of_audio_that_is_sent_at_once(seed: int, monkeypa
 async def test_without_skipped_silence_nothing_is_held(windowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windowed models skip none, and engines without the setting."""
     monkeypatch.setattr(test_recovery_rebuilding, "PACKET", POSITION)
-    monkeypatch.setattr(HeldSilence, "add", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(HeldAudio, "add", mock.Mock(side_effect=AssertionError))
     audio = np.concatenate([fakes.speech(1, 1), np.zeros(20 * RATE, np.float32)])
     session = await play(partial(fakes.build, windowed=windowed, detects=True), audio, set(), [])
     speech = [output for output in session.transcript.outputs if isinstance(output, Speech)]
