@@ -65,8 +65,11 @@ _resident_for_longest = attrgetter("resident_since")
 # Streams that have caught up stay `recovering` while others are rebuilt. After this many steps without progress of a
 # rebuild they no longer do, since the audio of the others does not arrive.
 STALLED_STEPS = 100
-# Most positions per step of a recovered stream that is behind, for a model that otherwise computes one.
+# Most positions per step of a stream that is behind, for a model that otherwise computes one. Late streams get them if
+# they are at least this share of those that wait: the others wait for such a step, but with a stream in every second
+# step at most, many late streams would never catch up.
 MAX_CATCH_UP_POSITIONS = 4
+LATE_SHARE = 0.25
 # A stream may be parked when its last audio to compute arrived this long ago: longer than the gaps in the audio of a
 # usual connection.
 PARKED_AFTER_NS = 500_000_000
@@ -171,13 +174,13 @@ class Planner:
         # latter.
         self._replay_positions = spec.replay_positions
         self._replay_part = max(1, spec.replay_positions // 4)
-        # Recovered streams that are behind, which may compute `_catch_up_positions` positions in one step.
-        self._recovering: Collection[str] = ()
+        # Streams that are behind, which may compute `_catch_up_positions` positions in one step.
+        self._late: Collection[str] = ()
         self._catch_up_positions = 1
 
-    def let_catch_up(self, recovering: Collection[str], positions: int) -> None:
+    def let_catch_up(self, late: Collection[str], positions: int) -> None:
         """Let these streams compute up to `positions` positions in this step."""
-        self._recovering, self._catch_up_positions = recovering, positions
+        self._late, self._catch_up_positions = late, positions
 
     def add_rebuilt(self, queue: list[Stream], most_positions: int) -> list[Stream]:
         """As `add_all`, for rebuilds. The positions are divided among up to `REBUILT_TOGETHER` streams, in multiples of
@@ -335,8 +338,8 @@ class Planner:
         return min(start + step, stop)
 
     def _may_catch_up(self, stream: Stream) -> bool:
-        """Whether this is a recovered stream that is behind and may compute more than one position."""
-        return self._catch_up_positions > 1 and stream.id in self._recovering
+        """Whether this stream may compute more than one position."""
+        return self._catch_up_positions > 1 and stream.id in self._late
 
     def _rows_of(self, stream: Stream, base: int, end: int) -> list[int]:
         """Return the row of each position in [base, end), with the row of silence where there is no audio. Items that
@@ -689,8 +692,8 @@ class Scheduler:
                 self.live = [stream for stream in self.live if not stream.is_rebuilding]
             if live:
                 self.live.sort(key=_oldest_first)
-                if self.recovering and not (self.rebuilding and self.on_time_count):
-                    planner.let_catch_up(self.recovering - self.suspects.keys(), self._catch_up_positions())
+                if not self.spec.rereads_window:
+                    self._let_catch_up(planner)
                 self.live = planner.add_all(self.live)
             if rebuilt and rebuild_positions:
                 first = len(plan.decode)
@@ -827,10 +830,18 @@ class Scheduler:
             return min(stream.computed + spec.replay_positions, stream.forced_until)
         return stream.computed + spec.step_positions
 
-    def _catch_up_positions(self) -> int:
-        """Most positions per step of a recovered stream that is behind. Fewer while most streams are on time, because
-        they share the step and would wait."""
-        return MAX_CATCH_UP_POSITIONS if len(self.recovering) > self.on_time_count else MAX_CATCH_UP_POSITIONS // 2
+    def _let_catch_up(self, planner: Planner) -> None:
+        """Let streams that are behind compute several positions in this step: recovered streams, and others if many
+        are late. While streams on time and rebuilds share the device, recovered streams wait."""
+        late = {stream.id for stream in self.live if stream.available - stream.computed > 1}
+        are_many = len(late) >= LATE_SHARE * len(self.live)
+        if not are_many:
+            late &= self.recovering
+        if self.rebuilding and self.on_time_count:
+            late -= self.recovering
+        late -= self.suspects.keys()
+        if late:
+            planner.let_catch_up(late, MAX_CATCH_UP_POSITIONS if are_many else MAX_CATCH_UP_POSITIONS // 2)
 
     def _note_recovery(self, stream: Stream) -> None:
         """Note that the stream has been rebuilt, or has caught up."""

@@ -65,9 +65,9 @@ MANY_STREAMS = 64
 ACTIVE_NS = 500_000_000
 NEW_SECONDS = 2.0
 # While ticks of the engine take longer than this share of a position's time, gateways are asked for one position more
-# in each message, and one less below the second share. A step computes one position of a stream, so with ticks as long
-# as a position, streams fall behind. At most so many positions: each may make words later by its time.
-LONG_TICK_SHARE, SHORT_TICK_SHARE = 0.9, 0.5
+# in each message, and one less below the second share. At most so many positions: each may make words later by its
+# time.
+LONG_TICK_SHARE, SHORT_TICK_SHARE = 0.4, 0.15
 MAX_MESSAGE_POSITIONS = 4
 # Above the first share of the streams that can be active at once, or of the engine's time, the engine is busy, until
 # the share falls below the second: silence is skipped sooner (`engine/server/skipped_silence.py`).
@@ -383,9 +383,11 @@ COPY_SECONDS = 0.001
 # A draining engine of a frame-synchronous model begins steps no more often than this: its streams move to an engine
 # that may be on the same device, and steps with few streams in each take the most time of the device.
 DRAIN_STEP_SECONDS = 0.04
-# Intervals of the reports of streams' progress and of the engine's load.
+# Intervals of the reports of streams' progress and of the engine's load. After a stream was opened or has ended they are
+# due at once on an engine with few streams, and later on one with many, because a report takes time for each stream.
 PROGRESS_SECONDS = 0.08
 STATUS_SECONDS = 0.08
+CHANGED_SECONDS_A_STREAM = 0.0001
 # Items of audio applied before the next step, per position that a step reads of a stream; and the fewest in all.
 ITEMS_A_POSITION = 2
 MIN_ITEMS = 256
@@ -715,11 +717,12 @@ class EngineHost:
         self.load.count(self._loop)
         self.load.status.replay_positions = self._replay_positions()
         progress: dict[bytes, list[codec.Progress]] = {}
-        if self.hosted.changed or now - self._progress_at >= PROGRESS_SECONDS:
+        after_change = len(self.hosted.streams) * CHANGED_SECONDS_A_STREAM if self.hosted.changed else PROGRESS_SECONDS
+        if now - self._progress_at >= min(after_change, PROGRESS_SECONDS):
             self._progress_at = now
             progress = self._progress(now)
             self.handoffs.tick(now)
-        if self.hosted.changed or now - self._status_at >= STATUS_SECONDS:
+        if now - self._status_at >= min(after_change, STATUS_SECONDS):
             self._status_at, self.hosted.changed = now, False
             waited = [now - peer.inbox[0][2] for peer in self.peers.values() if peer.has_batch]
             self.load.measure(self._loop, self.hosted.streams.values(), max(waited, default=0.0), now)

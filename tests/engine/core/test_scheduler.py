@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, StepPlan, TimedToken
-from engine.core.scheduler import STRIDES_IN_TIME, Limits, Scheduler
+from engine.core.scheduler import MAX_CATCH_UP_POSITIONS, STRIDES_IN_TIME, Limits, Scheduler
 from engine.errors import (
     AtCapacity,
     BadItem,
@@ -295,9 +295,11 @@ class TestFrames:
     def test_flush_is_answered_when_everything_before_it_is_computed(self) -> None:
         engine = scheduler()
         engine.admit(Open("a"))
-        engine.feed("a", [frame(2), frame(3)], 0)
+        engine.feed("a", [frame(2)], 0)
+        first = engine.plan()
+        engine.feed("a", [frame(3)], 0)
         engine.flush("a", 7)
-        assert step(engine)[1] == []
+        assert engine.commit(first, [DecodeResult(tokens=[1])]) == []
         assert step(engine)[1] == [Flushed("a", 7, 200)]
         engine.flush("a", 8)
         assert engine.take_replies() == [Flushed("a", 8, 200)]
@@ -318,10 +320,10 @@ class TestFrames:
     def test_finish_runs_out_then_closes(self) -> None:
         engine = scheduler()
         engine.admit(Open("a"))
-        engine.feed("a", [frame(2), frame(3)], 0)
+        engine.feed("a", [frame(position) for position in range(2, 2 + MAX_CATCH_UP_POSITIONS + 1)], 0)
         engine.finish("a")
         assert step(engine)[1] == []
-        assert step(engine)[1] == [Closed("a", 200)]
+        assert step(engine)[1] == [Closed("a", 500)]
         assert engine.streams == {} and engine.plan().closed == [0]
 
     def test_forced_tokens_run_in_chunks_and_are_not_said_again(self) -> None:
@@ -837,6 +839,50 @@ def test_abort_while_a_step_runs() -> None:
     engine.check_integrity()
 
 
+class TestLateStreams:
+    """A stream is in every second step at most, so late ones compute several positions in one."""
+
+    def late(self, counts: dict[str, int], live: bool = True) -> Scheduler:
+        """Streams with this many positions that have arrived."""
+        engine = scheduler(streams=8)
+        for name, count in counts.items():
+            engine.admit(Open(name, live=live))
+            key = name.encode()
+            engine.feed(name, [frame(position, key=b"%s%d" % (key, position)) for position in range(2, 2 + count)], 0)
+        return engine
+
+    @staticmethod
+    def computed(engine: Scheduler) -> dict[str, int]:
+        return {task.stream: task.end - task.start for task in step(engine)[0].decode}
+
+    def test_many_late_streams_compute_several_positions_at_once(self) -> None:
+        engine = self.late({"a": 9, "b": 3, "c": 1, "d": 1})
+        assert self.computed(engine) == {"a": 4, "b": 3, "c": 1, "d": 1}
+        assert self.computed(engine) == {"a": 4}
+        assert self.computed(engine) == {"a": 1}
+
+    def test_few_late_streams_do_not_make_the_step_longer_for_the_others(self) -> None:
+        engine = self.late({"a": 9, **dict.fromkeys("bcde", 1)})
+        assert self.computed(engine) == dict.fromkeys("abcde", 1)
+
+    def test_uploads_take_their_share_and_no_more(self) -> None:
+        assert self.computed(self.late({"a": 9, "b": 9}, live=False)) == {"a": 1, "b": 1}
+
+    def test_a_flush_ends_what_is_computed_at_once(self) -> None:
+        engine = self.late({"a": 6})
+        engine.flush("a", 7, 4)
+        assert self.computed(engine) == {"a": 2}
+        assert self.computed(engine) == {"a": 4}
+
+    def test_a_step_of_few_positions_computes_what_it_can(self) -> None:
+        engine = scheduler(step_positions=5)
+        for name in "abc":
+            engine.admit(Open(name))
+            engine.feed(name, [frame(position, key=b"%s%d" % (name.encode(), position)) for position in range(2, 6)], 0)
+        assert self.computed(engine) == {"a": 4, "b": 1}
+        assert self.computed(engine) == {"c": 4, "b": 1}
+
+
 class TestSuspects:
     """Streams that may have killed an engine share no step at the spot where it died."""
 
@@ -849,10 +895,13 @@ class TestSuspects:
         while engine.has_work():
             plan, _ = step(engine)
             together.append({task.stream for task in plan.decode})
-            at_the_spot.append({task.stream for task in plan.decode if 4 <= task.start < 6})
+            at_the_spot.append({task.stream for task in plan.decode if task.start < 6 and task.end > 4})
+            alone = [task for task in plan.decode if task.stream != "c" and task.start < 6]
+            assert all(task.end == task.start + 1 for task in alone), "no further than where it may die"
             engine.check_integrity()
-        assert {"a", "b"} not in at_the_spot and {"a"} in at_the_spot and {"b"} in at_the_spot
-        assert all("c" in names for names in together[:7]), "nobody else is held up"
+        assert not [names for names in at_the_spot if {"a", "b"} <= names]
+        assert {"a"} in at_the_spot and {"b"} in at_the_spot
+        assert all("c" in names for names in together[: 8 // MAX_CATCH_UP_POSITIONS]), "nobody else is held up"
         assert engine.suspects == {}
 
     def test_suspects_are_rebuilt_together_and_kept_apart_at_the_spot_alone(self) -> None:

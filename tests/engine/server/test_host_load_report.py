@@ -78,7 +78,7 @@ def message_positions(report: LoadReport, loop: EngineLoop, ticks_ms: list[list[
 
 def test_while_ticks_are_long_gateways_are_asked_for_longer_messages(loop: EngineLoop) -> None:
     report = LoadReport(loop, 0.0)
-    busy, calm, between = [90.0] * 10, [20.0] * 10, [50.0] * 10
+    busy, calm, between = [40.0] * 25, [10.0] * 90, [25.0] * 40
     # A position of this model takes 80 ms.
     assert message_positions(report, loop, [calm, between, busy, busy, busy, busy]) == [1, 1, 2, 3, 4, 4]
     assert message_positions(report, loop, [between, calm, between, calm, [], calm]) == [4, 3, 3, 2, 1, 1]

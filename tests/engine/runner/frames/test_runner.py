@@ -6,13 +6,17 @@ import base64
 import gc
 import json
 import threading
+from collections.abc import Iterable
 from concurrent.futures import wait
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from engine.core.plan import DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan
@@ -324,7 +328,43 @@ def test_a_stream_whose_keywords_are_not_ready_waits_alone(monkeypatch: pytest.M
         return tokens, meanwhile
 
     (at_once, _), (later, meanwhile) = words(0), words(25)
-    assert at_once == later and meanwhile == 25
+    assert at_once == later and meanwhile == 30
+
+
+@given(st.lists(st.lists(st.integers(0, 6), min_size=3, max_size=3), max_size=10))
+@settings(max_examples=15, deadline=None)
+def test_a_late_stream_has_the_tokens_of_one_that_is_never_late(arrivals: list[list[int]]) -> None:
+    """However many positions arrive between two steps, and however many a step computes."""
+    audio = [speech_like(24, seed=seed) for seed in range(3)]
+
+    def tokens(arrivals: Iterable[list[int]]) -> list[list[int]]:
+        runner = small_runner(3)
+        scheduler = Scheduler(runner.spec, frames_limits(runner.memory), runner.vocabulary)
+        found: list[list[int]] = [[] for _ in audio]
+        for stream in range(3):
+            scheduler.admit(Open(str(stream)))
+        fed, longest = [0, 0, 0], 0
+        for arrival in chain(arrivals, repeat([1, 1, 1])):
+            for stream, count in enumerate(arrival):
+                for position in range(fed[stream], min(24, fed[stream] + count)):
+                    offset, key = runner.spec.prefix_positions + position, f"{stream} {position}".encode()
+                    item = Item(offset, 1, position * STEP, key, payload(audio[stream], position))
+                    scheduler.feed(str(stream), [item], position)
+                    fed[stream] += 1
+            if not scheduler.has_work() and min(fed) == 24:
+                break
+            plan = scheduler.plan()
+            longest = max([longest, *(task.end - task.start for task in plan.decode)])
+            results = runner.execute(plan)
+            for task, result in zip(plan.decode, results, strict=True):
+                found[int(task.stream)] += result.tokens
+            scheduler.commit(plan, results)
+            scheduler.check_integrity()
+        runner.close()
+        assert longest == 1 or arrivals
+        return found
+
+    assert tokens(arrivals) == tokens([])
 
 
 def test_keywords_that_cannot_be_prepared_end_their_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
