@@ -383,8 +383,8 @@ COPY_SECONDS = 0.001
 # A draining engine of a frame-synchronous model begins steps no more often than this: its streams move to an engine
 # that may be on the same device, and steps with few streams in each take the most time of the device.
 DRAIN_STEP_SECONDS = 0.04
-# Intervals of the reports of streams' progress and of the engine's load. After a stream was opened or has ended they are
-# due at once on an engine with few streams, and later on one with many, because a report takes time for each stream.
+# Intervals of the reports of streams' progress and of the engine's load. After a stream was opened or has ended they
+# are due at once on an engine with few streams, and later on one with many: a report takes time for each stream.
 PROGRESS_SECONDS = 0.08
 STATUS_SECONDS = 0.08
 CHANGED_SECONDS_A_STREAM = 0.0001

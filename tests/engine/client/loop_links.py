@@ -18,7 +18,7 @@ from engine.boundary.crash_suspects import StreamInStep
 from engine.boundary.input_cache import SenderCache
 from engine.client.link import LinkEvents
 from engine.errors import AtCapacity, EngineUnreachable
-from engine.messages import Abort, Command, Failed, Feed, Item, Open, Output
+from engine.messages import Abort, Closed, Command, Dead, Failed, Feed, Item, Open, Output, SessionCommand
 from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
 from tests.engine import fakes
@@ -108,6 +108,9 @@ class LoopLink:
         self._events = events
         self._commands: deque[tuple[Command, list[Item]]] = deque()
         self._sources: deque[Any] = deque()
+        # As in a host, each opened stream has a name of its own in the loop: the gateway's name -> the loop's.
+        self._names: dict[str, str] = {}
+        self._openings = 0
 
     async def connect(self, context: Any, gateway: str, model: str | None, timeout_s: float) -> ModelSpec:
         await asyncio.sleep(0)
@@ -159,15 +162,32 @@ class LoopLink:
             error = AtCapacity(command.stream, "no room")
             self.say([Failed(command.stream, "AtCapacity", str(error))])
             return
+        if isinstance(command, SessionCommand):
+            return
+        if isinstance(command, Open):
+            self._openings += 1
+            self._names[command.stream] = f"{command.stream}/{self._openings}"
+        if command.stream not in self._names:
+            return  # the stream has ended
         if isinstance(command, (Open, Feed)):
             command = structs.replace(command, items=[structs.replace(item) for item in items])
-        loop.submit([command], 0)
+        name = self._names[command.stream]
+        if isinstance(command, Abort):
+            del self._names[command.stream]
+        loop.submit([structs.replace(command, stream=name)], 0)
 
     def say(self, outputs: list[Output]) -> None:
         loop = self._host.loop
         if self.lost is not None or loop is None:
             return
         for output in outputs:
+            if not isinstance(output, Dead) and (name := output.stream.partition("/")[0]) != output.stream:
+                if self._names.get(name, output.stream) != output.stream:
+                    continue  # the gateway has opened another stream under this name
+                if isinstance(output, (Closed, Failed)):
+                    self._names.pop(name, None)
+                output.stream = name
             self._events.on_output(output)
         for name, stream in list(loop.scheduler.streams.items()):
-            self._events.on_progress(codec.Progress(name, stream.computed))
+            if self._names.get(name.partition("/")[0]) == name:
+                self._events.on_progress(codec.Progress(name.partition("/")[0], stream.computed))

@@ -392,7 +392,8 @@ def test_the_engine_gets_the_same_in_the_same_order_a_little_later(acts: list[Ac
         assert [what for _, what in trace] == [what for _, what in (whole if is_last else whole[: len(trace)])]
         for (at, _), (calm_at, _) in zip(trace, whole, strict=False):
             assert calm_at <= at <= calm_at + HELD_SECONDS + 1e-6
-    assert len(found.link.feeds) <= len(calm.link.feeds)
+    if len(found.links) == 1:
+        assert len(found.link.feeds) <= len(calm.link.feeds)
 
 
 def test_a_stream_in_skipped_silence_sends_at_most_a_third_of_the_messages() -> None:
