@@ -48,7 +48,6 @@ from engine.options import COUNTED_SECONDS
 from engine.server.handoff import HandoffTable
 from engine.server.hosted_streams import HostedStream, HostedStreams, Peer
 from engine.server.loop import EngineLoop
-from engine.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +61,17 @@ LOAD_SECONDS = 1.0
 MANY_STREAMS = 64
 # A stream is active if it had something to compute within this time. Until it has been open for NEW_SECONDS, it counts
 # as active.
-ACTIVE_NS = 500_000_000
-NEW_SECONDS = 2.0
-# While ticks of the engine take longer than this share of a position's time, gateways are asked for one position more
-# in each message, and one less below the second share. At most so many positions: each may make words later by its
-# time.
-LONG_TICK_SHARE, SHORT_TICK_SHARE = 0.4, 0.15
+ACTIVE_NS = 400_000_000
+NEW_SECONDS = 1.0
+# While the engine's thread itself is busy for more than this share of the time, without waiting for the device,
+# gateways are asked for one position more in each message, and one less below the second share. At most so many
+# positions: each may make words later by its time.
+THREAD_BUSY_SHARE, THREAD_CALM_SHARE = 0.85, 0.6
 MAX_MESSAGE_POSITIONS = 4
+# A frame-synchronous engine with many streams steps without a pause, so its measured load is close to 1 long before it
+# is full. It is full when a tick takes as long as a position, of which the first value leaves a margin. Up to then the
+# engine has room for a part of the streams that it has: this part of them while ticks are short.
+FULL_TICK_SHARE, GROWTH = 0.95, 0.2
 # Above the first share of the streams that can be active at once, or of the engine's time, the engine is busy, until
 # the share falls below the second: silence is skipped sooner (`engine/server/skipped_silence.py`).
 BUSY_SHARE, CALM_SHARE = 0.7, 0.55
@@ -102,8 +105,11 @@ class LoadReport:
         self._between_steps_s = 0.0
         # Silence should be skipped sooner.
         self.is_busy = False
-        # Sum of the lengths of ticks since `_load_since`, in seconds, and of their squares.
+        # Of the ticks since `_load_since` in which nothing was rebuilt: the sum of their lengths in seconds, and of
+        # their squares.
         self._ticks_s = self._ticks_s2 = 0.0
+        # The total of waiting for results at `_load_since`.
+        self._wait_ns = totals.wait_ns
 
     def add_time_between_steps(self, seconds: float) -> None:
         """Messages were read and written for this long while no step was running."""
@@ -175,21 +181,30 @@ class LoadReport:
         self._live_ns, self._live_speech_ns, self._speech_ns = totals.live_ns, totals.live_speech_ns, totals.speech_ns
         self._load_since, self._between_steps_s = now, 0.0
         if not loop.scheduler.spec.rereads_window:
-            self._choose_message_length(loop.scheduler.spec)
-            needed = status.load_per_step + status.load_per_stream * status.counted
-            share = max(needed, status.counted / status.active_total)
-            self.is_busy = status.message_positions > 1 or share > (CALM_SHARE if self.is_busy else BUSY_SHARE)
+            self._judge_ticks(loop, elapsed)
+        self._ticks_s, self._ticks_s2, self._wait_ns = 0.0, 0.0, totals.wait_ns
 
-    def _choose_message_length(self, spec: ModelSpec) -> None:
-        """Ask gateways for longer messages while ticks are long, because much of a tick is work per message."""
-        # The length of the tick in which audio arrives, on average.
-        tick_s = self._ticks_s2 / self._ticks_s if self._ticks_s else 0.0
-        self._ticks_s = self._ticks_s2 = 0.0
-        position_s, status = spec.samples_per_position / spec.sample_rate, self.status
-        if tick_s > LONG_TICK_SHARE * position_s:
-            status.message_positions = min(status.message_positions + 1, MAX_MESSAGE_POSITIONS)
-        elif tick_s < SHORT_TICK_SHARE * position_s:
-            status.message_positions = max(status.message_positions - 1, 1)
+    def _judge_ticks(self, loop: EngineLoop, elapsed: float) -> None:
+        """Decide from the last ticks how long messages should be, whether silence is skipped sooner, and whether there
+        is room for more streams than the measured costs of steps say."""
+        status, spec = self.status, loop.scheduler.spec
+        if loop.runner.overlaps_steps and self._ticks_s:
+            thread = (self._ticks_s - (loop.meter.totals.wait_ns - self._wait_ns) / 1e9) / elapsed
+            if thread > THREAD_BUSY_SHARE:
+                status.message_positions = min(status.message_positions + 1, MAX_MESSAGE_POSITIONS)
+            elif thread < THREAD_CALM_SHARE:
+                status.message_positions = max(status.message_positions - 1, 1)
+        if status.counted >= MANY_STREAMS and self._ticks_s:
+            # The length of the tick in which audio arrives, on average.
+            tick_s = self._ticks_s2 / self._ticks_s
+            room = 1 - tick_s * spec.sample_rate / (FULL_TICK_SHARE * spec.samples_per_position)
+            if room > 0:
+                fitting = status.counted * (1 + GROWTH * room)
+                most = max(0.0, FULL_TICK_SHARE - status.load_per_step) / fitting
+                status.load_per_stream = min(status.load_per_stream, most)
+        needed = status.load_per_step + status.load_per_stream * status.counted
+        share = max(needed, status.counted / status.active_total)
+        self.is_busy = status.message_positions > 1 or share > (CALM_SHARE if self.is_busy else BUSY_SHARE)
 
 
 # Commands of gateways.

@@ -432,7 +432,7 @@ class EngineLoop:
             launched = self.launched.popleft()
             plan = launched.plan
             with _runner_failures():
-                results = launched.wait_for_results()
+                results = meter.wait_for(launched.wait_for_results)
             meter.times.execute_ns += meter.lap()
             if self.listener is not None:
                 self.listener.collect(launched.launches)

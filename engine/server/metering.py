@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.plan import StepPlan
+from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.spec import ModelSpec
 
@@ -127,6 +127,8 @@ class StepTotals:
     commit_ns: int = 0
     live_ns: float = 0.0
     live_speech_ns: float = 0.0
+    # Of the time in `execute_ns`: waiting for results, with the time to read them.
+    wait_ns: int = 0
 
     def add(self, times: StepTimes) -> None:
         self.steps += 1
@@ -168,6 +170,13 @@ class StepMeter:
     def begin(self) -> None:
         self.times = StepTimes(streams=self.times.streams, positions=self.times.positions)
         self.mark = self._clock()
+
+    def wait_for(self, results: Callable[[], list[DecodeResult]]) -> list[DecodeResult]:
+        """Wait for results of the device, and count how long that takes."""
+        began = self._clock()
+        found = results()
+        self.totals.wait_ns += self._clock() - began
+        return found
 
     def lap(self) -> int:
         """Return the nanoseconds since the previous lap."""

@@ -6,10 +6,12 @@ import time
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
+from engine.client.pool import active_capacity
 from engine.messages import Open
-from engine.server.host import LoadReport, active_at_once
+from engine.server.host import MANY_STREAMS, LoadReport, active_at_once
 from engine.server.loop import EngineLoop
 from engine.server.metering import ENOUGH_STEPS
 from tests.engine import fakes
@@ -64,34 +66,84 @@ def test_a_clock_that_stands_takes_nothing_back(loop: EngineLoop) -> None:
     assert report.status.load == 0.0
 
 
-def message_positions(report: LoadReport, loop: EngineLoop, ticks_ms: list[list[float]]) -> list[int]:
-    """What gateways are asked for after seconds with ticks of these lengths."""
+Second = tuple[list[float], float]
+"""The lengths of its ticks, and for how long they waited for the device; in milliseconds."""
+
+
+def message_positions(report: LoadReport, loop: EngineLoop, seconds: list[Second]) -> list[int]:
+    """What gateways are asked for after each of these seconds."""
     found, now = [], report._load_since
-    for ticks in ticks_ms:
+    for ticks, waited in seconds:
         for length in ticks:
             report.add_tick(length / 1000)
-        now += 1.1
+        loop.meter.totals.wait_ns += int(waited * 1e6)
+        now += 1.0
         report.measure(loop, [], 0.0, now)
         found.append(report.status.message_positions)
     return found
 
 
-def test_while_ticks_are_long_gateways_are_asked_for_longer_messages(loop: EngineLoop) -> None:
+@pytest.fixture
+def on_device(loop: EngineLoop) -> EngineLoop:
+    cast(Any, loop.runner).overlaps_steps = True
+    return loop
+
+
+BUSY, CALM, BETWEEN = ([20.0] * 48, 50.0), ([10.0] * 99, 500.0), ([20.0] * 48, 260.0)
+
+
+def test_while_the_thread_is_busy_gateways_are_asked_for_longer_messages(on_device: EngineLoop) -> None:
+    report = LoadReport(on_device, 0.0)
+    assert message_positions(report, on_device, [CALM, BETWEEN, BUSY, BUSY, BUSY, BUSY]) == [1, 1, 2, 3, 4, 4]
+    assert report.is_busy, "silence is skipped sooner"
+    assert message_positions(report, on_device, [BETWEEN, CALM, BETWEEN, CALM, ([], 0.0), CALM]) == [4, 3, 3, 2, 2, 1]
+    assert not report.is_busy
+
+
+def test_a_thread_that_waits_for_a_slow_device_is_not_busy(on_device: EngineLoop) -> None:
+    assert message_positions(LoadReport(on_device, 0.0), on_device, [([200.0] * 5, 900.0)] * 3) == [1, 1, 1]
+
+
+def test_messages_for_a_model_on_the_processor_stay_as_they_are(loop: EngineLoop) -> None:
+    """There the thread computes the model itself; a windowed model computes when a stride is complete."""
+    assert message_positions(LoadReport(loop, 0.0), loop, [BUSY, BUSY]) == [1, 1]
+    windowed = fakes.build(True, detects=True)
+    cast(Any, windowed.runner).overlaps_steps = True
+    assert message_positions(LoadReport(windowed, 0.0), windowed, [BUSY, BUSY]) == [1, 1]
+
+
+@pytest.mark.parametrize(("tick_ms", "fits"), [(8.0, 118), (38.0, 110), (76.0, 100), (90.0, 100)])
+def test_a_busy_engine_has_room_for_more_streams_while_its_ticks_are_short(
+    tick_ms: float, fits: int, loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps follow each other without a pause, so what was measured says that an engine with 100 streams is full."""
+    monkeypatch.setattr(loop.meter.live_cost, "shares", lambda: (0.05, 0.009))
+    monkeypatch.setattr(LoadReport, "_expected", lambda *_: 100)
+    streams = [SimpleNamespace(live=True, speaking=True, last_active_at=0.0)] * MANY_STREAMS
     report = LoadReport(loop, 0.0)
-    busy, calm, between = [40.0] * 25, [10.0] * 90, [25.0] * 40
-    # A position of this model takes 80 ms.
-    assert message_positions(report, loop, [calm, between, busy, busy, busy, busy]) == [1, 1, 2, 3, 4, 4]
-    assert message_positions(report, loop, [between, calm, between, calm, [], calm]) == [4, 3, 3, 2, 1, 1]
+    for now in (0.5, 2.0):
+        for _ in range(20):
+            report.add_tick(tick_ms / 1000)
+        report.measure(loop, cast(Any, streams), 0.0, now)
+    free = active_capacity(msgspec.structs.replace(report.status, active_total=1000), 0.95)
+    assert free == pytest.approx(fits, abs=1)
 
 
-def test_a_second_with_many_idle_ticks_is_as_long_for_audio_as_its_long_ones(loop: EngineLoop) -> None:
-    report = LoadReport(loop, 0.0)
-    assert message_positions(report, loop, [[0.01] * 5000 + [100.0] * 5]) == [2]
-
-
-def test_messages_of_a_windowed_model_stay_as_they_are() -> None:
-    loop = fakes.build(fakes.WINDOWED, detects=True)
-    assert message_positions(LoadReport(loop, 0.0), loop, [[500.0], [500.0]]) == [1, 1]
+def test_an_engine_whose_places_are_taken_skips_silence_sooner(
+    loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = [65, 72, 72, 60, 60, 50, 50]
+    left = iter(counts)
+    monkeypatch.setattr(LoadReport, "_expected", lambda *_: next(left))
+    streams = [SimpleNamespace(live=True, speaking=True, last_active_at=0.0)] * MANY_STREAMS
+    report, found = LoadReport(loop, 0.0), []
+    report.status.active_total = 100
+    loop.meter.live_cost.forget()
+    for now in range(1, len(counts) + 1):
+        report.measure(loop, cast(Any, streams), 0.0, 1.1 * now)
+        found.append(report.is_busy)
+    # The shares are of the count before.
+    assert found == [False, False, True, True, True, True, False]
 
 
 @pytest.mark.parametrize(
