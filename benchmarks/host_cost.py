@@ -1,12 +1,13 @@
 """What the engine's one thread spends on each 80 ms of a served session, without the model and the detector.
 
-    python -m benchmarks.host_cost [--streams 600] [--gateways 6] [--rounds 60] [--silent-every 1] [--message-positions 4]
+    python -m benchmarks.host_cost [--streams 600] [--gateways 6] [--rounds 60] [--silent-every 1]
+                                   [--message-positions 4]
 
 Everything between the socket and the runner is real: codec, caches, handoffs, the loop with overlapping steps, skipped
 silence, scheduler, numbered answers. Runner and detector answer at once, and messages are made before the measurement.
 Every session sends one item a round and the changes of its handoff, as a gateway does for clients that can resume; a
-round is read in five steps, as in real time. With --message-positions N it sends N items in every Nth round, as to a
-busy engine. Words come every fifth item, as in speech. The figure is processor time of
+round is read in five steps, as in real time. With --message-positions N it sends the audio of N positions in every Nth
+round, joined, as to a busy engine. Words come every fifth item, as in speech. The figure is processor time of
 one thread: compare it within one run, or on one machine.
 """
 
@@ -35,7 +36,6 @@ from engine.server.skipped_silence import skip_settings
 
 # Steps in 80 ms.
 STEPS = 5
-SAMPLES = SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look_ahead_samples
 
 
 class LaunchingRunner(NullRunner):
@@ -100,13 +100,12 @@ class Gateway:
         return self._frames(batch)
 
     def round(self, streams: list[str], positions: range) -> list[Any]:
-        """An item for each position of these streams, and the changes of their handoffs."""
-        batch = OutgoingBatch()
+        """The audio of these positions of these streams, and the changes of their handoffs."""
+        batch, first, count = OutgoingBatch(), positions.start, len(positions)
+        size = count * SPEC.samples_per_position + SPEC.look_back_samples + SPEC.look_ahead_samples
         for stream in streams:
-            items = []
-            for position in positions:
-                payload = self._random.standard_normal(SAMPLES, np.float32)
-                items.append(Item(position, 1, position * SPEC.samples_per_position, hash_payload(payload), payload))
+            payload = self._random.standard_normal(size, np.float32)
+            items = [Item(first, count, first * SPEC.samples_per_position, hash_payload(payload), payload)]
             batch.add(messages.Feed(stream, items), items)
             batch.add(messages.SaveHandoff(stream, f"sess_{stream}", 1, self._read[stream], [b"e" * 24, b"f" * 16]), [])
         return self._frames(batch)

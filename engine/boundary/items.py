@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from engine.messages import LARGEST_COUNT, Item
@@ -251,6 +252,35 @@ def prepare(cutter: ItemCutter, cut: Iterable[AudioItem], spec: ModelSpec) -> li
             item.key, item.payload = hash_payload(piece.pcm), piece.pcm
         items.append(item)
     return items
+
+
+def is_gap(item: Item) -> bool:
+    """Whether the item is a gap: declared silence or lost packets, without samples."""
+    return not item.key and item.payload is None
+
+
+def can_be_split(item: Item) -> bool:
+    """Whether `split_item` accepts the item: it has several positions, and is a gap or has its samples."""
+    return item.length > 1 and (is_gap(item) or (item.payload is not None and item.payload.ndim == 1))
+
+
+def split_item(item: Item, positions: int, spec: ModelSpec) -> tuple[Item, Item]:
+    """The first `positions` of an item, and the rest of it. The parts of audio are as if they had been cut alone."""
+    size = spec.samples_per_position
+    covered = item.covered_samples(size)
+    taken = min(positions * size, covered)
+    first = structs.replace(item, length=positions, samples=None if taken == positions * size else taken)
+    rest = structs.replace(item, offset=item.offset + positions, length=item.length - positions)
+    rest.sample += taken
+    if item.samples is not None:
+        rest.samples = covered - taken
+    if item.mask is not None:
+        first.mask, rest.mask = item.mask[:positions], item.mask[positions:]
+    if item.payload is not None:
+        around = spec.look_back_samples + spec.look_ahead_samples
+        first.payload, rest.payload = item.payload[: positions * size + around], item.payload[positions * size :]
+        first.key, rest.key = hash_payload(first.payload), hash_payload(rest.payload)
+    return first, rest
 
 
 def payload_bytes(item: Item) -> int:

@@ -19,7 +19,7 @@ engine is sent. Text that was received is not repeated; text that was lost is pr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Protocol
@@ -27,7 +27,7 @@ from typing import Protocol
 import numpy as np
 from msgspec import structs
 
-from engine.boundary.items import KEY_BYTES
+from engine.boundary.items import KEY_BYTES, split_item
 from engine.messages import SKIPPED, ChangeTurns, Feed, Flush, Item, ReplayCommand, StreamState, Text, TurnRule, Word
 from engine.spec import ModelSpec
 
@@ -101,15 +101,8 @@ class ReplayLog:
             while self._entries.popleft() is not first:
                 pass
             if first.offset + first.length > position:
-                self._entries.appendleft(self._rest_of_gap(first, position))
+                self._entries.appendleft(split_item(first, position - first.offset, self._spec)[1])
         return first
-
-    def _rest_of_gap(self, gap: Item, position: int) -> Item:
-        covered = gap.covered_samples(self._spec.samples_per_position)
-        dropped = min((position - gap.offset) * self._spec.samples_per_position, covered)
-        length = gap.offset + gap.length - position
-        samples = None if gap.samples is None else covered - dropped
-        return structs.replace(gap, offset=position, length=length, sample=gap.sample + dropped, samples=samples)
 
     def drop_flushes(self, tag: int) -> None:
         """Drop leading flushes up to `tag`."""
@@ -195,10 +188,21 @@ _JOINED = b"joined"
 
 
 def join_known(items: Iterable[Item], tokens: Sequence[int], spec: ModelSpec) -> list[Item]:
-    """Join consecutive items of a replay whose tokens are known, up to `JOINED_POSITIONS` each.
+    """Join consecutive items of a replay whose tokens are known. Skipped positions are not joined: the engine passes
+    over whole items faster."""
+
+    def is_known(item: Item) -> bool:
+        index = item.offset - spec.prefix_positions
+        return 0 <= index < len(tokens) and tokens[index] != SKIPPED
+
+    return join(items, spec, is_known)
+
+
+def join(items: Iterable[Item], spec: ModelSpec, chosen: Callable[[Item], bool] | None = None) -> list[Item]:
+    """Join consecutive items of one position, up to `JOINED_POSITIONS` each; only those that are `chosen`, if given.
 
     The payload of a joined item has the samples of all its positions once, with the look-back before the first and the
-    look-ahead after the last. Skipped positions are not joined: the engine skips whole items.
+    look-ahead after the last.
     """
     joined: list[Item] = []
     run: list[Item] = []
@@ -209,7 +213,7 @@ def join_known(items: Iterable[Item], tokens: Sequence[int], spec: ModelSpec) ->
             run.clear()
 
     for item in items:
-        if not _may_be_joined(item, tokens, spec):
+        if not _may_be_joined(item) or (chosen is not None and not chosen(item)):
             end_run()
             joined.append(item)
             continue
@@ -220,11 +224,10 @@ def join_known(items: Iterable[Item], tokens: Sequence[int], spec: ModelSpec) ->
     return joined
 
 
-def _may_be_joined(item: Item, tokens: Sequence[int], spec: ModelSpec) -> bool:
-    index = item.offset - spec.prefix_positions
-    if item.length != 1 or item.mask is not None or item.samples is not None or not 0 <= index < len(tokens):
+def _may_be_joined(item: Item) -> bool:
+    if item.length != 1 or item.mask is not None or item.samples is not None:
         return False
-    return tokens[index] != SKIPPED and item.payload is not None and item.payload.ndim == 1
+    return item.payload is not None and item.payload.ndim == 1
 
 
 def _continues(before: Item, item: Item, spec: ModelSpec) -> bool:

@@ -32,6 +32,7 @@ from engine.boundary.replay import (
     ReplayLog,
     StreamLimits,
     TurnRuleChange,
+    join,
     join_known,
     replay_state_for,
 )
@@ -924,7 +925,8 @@ class EngineStream:
 
     def _send_held(self) -> None:
         if pieces := self._drop_held():
-            self._send_items(prepare(self._cutter, self._cutter.cut(np.concatenate(pieces)), self._spec))
+            items = prepare(self._cutter, self._cutter.cut(np.concatenate(pieces)), self._spec)
+            self._send_items(items, are_joined=True)
             if self.on_held_sent is not None:
                 self.on_held_sent()
 
@@ -954,13 +956,16 @@ class EngineStream:
         pads = self._spec.flush_positions_for(self._spec.default_delay_positions if delay is None else delay)
         return prepare(self._cutter, self._cutter.flush(pads), self._spec)
 
-    def _send_items(self, items: list[Item]) -> None:
+    def _send_items(self, items: list[Item], are_joined: bool = False) -> None:
+        """Send items, and keep them for a replay. `are_joined`: the engine gets them as one item, which takes it less
+        time."""
         # Audio that crosses with the end of the stream is not an error: the reader sees the end in the outputs.
         if not items or self._ended:
             return
         self.replay_log.add(items)
         if self._delivery is not None:
-            self._delivery.send(messages.Feed(self.id, []), self.placement.to_engine(items))
+            sent = join(items, self._spec) if are_joined else items
+            self._delivery.send(messages.Feed(self.id, []), self.placement.to_engine(sent))
 
     def _send(self, command: messages.Command) -> None:
         if self._delivery is not None and not self._ended:

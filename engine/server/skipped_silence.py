@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
+from engine.boundary.items import can_be_split, is_gap, split_item
 from engine.core.scheduler import Scheduler
 from engine.core.stream import REPORT_AFTER_TOKENS
 from engine.errors import StreamFinished
@@ -71,6 +72,7 @@ class SkippingStream:
     """One stream: its waiting audio, its skips, and the conversion between the two counts."""
 
     def __init__(self, message: Open, gate: GateSettings | None, spec: ModelSpec) -> None:
+        self._spec = spec
         self._samples_per_position = spec.samples_per_position
         if gate is not None:
             # The model completes the last word before a pause this much later; the audio until then must not be
@@ -138,7 +140,7 @@ class SkippingStream:
         if gate is None or self.waiting or item.offset < self._recorded_until or payload is None or payload.ndim > 1:
             return False
         end, certain = item.sample + self._samples(item), gate.certain_until
-        if certain is None or not gate.floor < end <= certain:
+        if certain is None or end > certain or self._position_offset(item, gate.floor):
             return False
         self._end_sample = max(self._end_sample, end)
         return True
@@ -149,7 +151,7 @@ class SkippingStream:
         if not self.waiting:
             return True
         gate, head = self.gate, self.waiting[0]
-        if gate is None or gate.is_open or self._marks or isinstance(head, PendingMark) or _is_gap(head):
+        if gate is None or gate.is_open or self._marks or isinstance(head, PendingMark) or is_gap(head):
             return False
         return head.offset >= self._recorded_until and head.sample + self._samples(head) > gate.floor
 
@@ -171,18 +173,16 @@ class SkippingStream:
                 self._skip(head, reached, reported=True)
             elif gate is None:
                 return self.on_engine_count(head)
-            elif (passed := self._position_offset(head, gate.floor)) > 0:
-                self._skip(self._split(head, passed), reached, reported=False)
-            elif self._is_flushed():
-                return self.on_engine_count(head)
             else:
-                certain = 0 if gate.certain_until is None else gate.certain_until
-                # A position is released if it begins within the certain part: positions are not divided.
-                count = self._position_offset(head, certain + self._samples_per_position - 1)
-                if head.sample < certain and (count > 0 or not self._samples(head)):
-                    return self.on_engine_count(self._split(head, count or head.length))
-                self.waiting.appendleft(head)
-                return None
+                passed, released = self._position_offset(head, gate.floor), self._released_positions(head, gate)
+                # Audio is split only where it is released, because that takes long.
+                if passed == head.length or (passed and (released or is_gap(head))):
+                    self._skip(self._split(head, passed), reached, reported=False)
+                elif released:
+                    return self.on_engine_count(self._split(head, released))
+                else:
+                    self.waiting.appendleft(head)
+                    return None
         return None
 
     def gateway_count(self, position: int) -> int:
@@ -224,8 +224,8 @@ class SkippingStream:
         return bool(self._marks) and self._processed + self._frame > self._marks[0]
 
     def _recorded_part(self, item: Item) -> Item:
-        """The first positions of a gap that were all skipped the first time, or all not. Other items stay whole."""
-        if not _is_gap(item):
+        """The first positions of an item that were all skipped the first time, or all not."""
+        if not can_be_split(item):
             return item
         was_skipped, count = item.offset in self._recorded, 1
         stop = min(item.length, self._recorded_until - item.offset)
@@ -234,26 +234,35 @@ class SkippingStream:
         return self._split(item, count)
 
     def _position_offset(self, item: Item, sample: int) -> int:
-        """How many positions of an item end at or before a sample: of a gap any number, of another item all or none."""
-        if not self._samples(item):
+        """How many positions of an item end at or before a sample. An item that cannot be split counts as one."""
+        covered, passed = self._samples(item), sample - item.sample
+        if not covered or passed <= 0:
             return 0
-        if _is_gap(item):
-            return min(item.length, max(0, sample - item.sample) // self._samples_per_position)
-        return item.length if item.sample + self._samples(item) <= sample else 0
+        if is_gap(item):
+            return min(item.length, passed // self._samples_per_position)
+        if passed >= covered:
+            return item.length
+        return passed // self._samples_per_position if can_be_split(item) else 0
+
+    def _released_positions(self, item: Item, gate: SpeechGate) -> int:
+        """How many positions of an item are released: all if a flush wants its text, else those that begin within the
+        certain part, because positions are not divided."""
+        if self._is_flushed():
+            return item.length
+        certain = 0 if gate.certain_until is None else gate.certain_until
+        if item.sample >= certain:
+            return 0
+        if not self._samples(item):
+            return item.length
+        return self._position_offset(item, certain + self._samples_per_position - 1)
 
     def _split(self, item: Item, positions: int) -> Item:
         """The first `positions` of an item; the rest goes back to the queue."""
         if positions >= item.length:
             return item
-        rest = structs.replace(item, offset=item.offset + positions, length=item.length - positions)
-        rest.sample += positions * self._samples_per_position
-        if item.mask is not None:
-            rest.mask = item.mask[positions:]
-        if item.samples is not None:
-            rest.samples = max(0, item.samples - positions * self._samples_per_position)
+        first, rest = split_item(item, positions, self._spec)
         self.waiting.appendleft(rest)
-        mask = None if item.mask is None else item.mask[:positions]
-        return structs.replace(item, length=positions, mask=mask, samples=None)
+        return first
 
     def on_engine_count(self, item: Item) -> Item:
         """A released item, with its offset on the engine count."""
@@ -269,11 +278,6 @@ class SkippingStream:
         if not reported:
             self._unreported_skips.append((reached, item.length))
             self.unreported += item.length
-
-
-def _is_gap(item: Item) -> bool:
-    """Whether the item is a gap: declared silence or lost packets, without samples."""
-    return not item.key and item.payload is None
 
 
 class SilenceSkipper:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from engine.boundary.items import complaint_about, make_cutter, positions_in, prepare
+from engine.boundary.items import can_be_split, complaint_about, make_cutter, positions_in, prepare, split_item
 from engine.boundary.replay import (
     JOINED_POSITIONS,
     FlushRequest,
     ReplayLog,
     SavedWindow,
     TokenHistory,
+    join,
     join_known,
     positions_to_keep,
     replay_state_for,
@@ -199,6 +201,18 @@ def windows(item: Item) -> list[tuple[int, int, bytes | None]]:
     return found
 
 
+def cut(steps: list[tuple[str, int]]) -> list[Item]:
+    """The items of a stream of noise, gaps and flushes."""
+    cutter, items, noise = make_cutter(ROUND), list[Item](), np.random.default_rng(1)
+    for kind, count in steps:
+        if kind == "audio":
+            pieces = cutter.cut(noise.standard_normal(count).astype(np.float32))
+        else:
+            pieces = cutter.flush(2) if kind == "flush" else cutter.cut_gap(count)
+        items += prepare(cutter, pieces, ROUND)
+    return items
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(["audio", "gap", "flush"]), st.integers(1, 200)), min_size=1, max_size=8),
@@ -208,13 +222,7 @@ def windows(item: Item) -> list[tuple[int, int, bytes | None]]:
 def test_joined_items_have_the_audio_of_each_position(
     steps: list[tuple[str, int]], skipped: set[int], known: float
 ) -> None:
-    cutter, items, noise = make_cutter(ROUND), list[Item](), np.random.default_rng(1)
-    for kind, count in steps:
-        if kind == "audio":
-            pieces = cutter.cut(noise.standard_normal(count).astype(np.float32))
-        else:
-            pieces = cutter.flush(2) if kind == "flush" else cutter.cut_gap(count)
-        items += prepare(cutter, pieces, ROUND)
+    items = cut(steps)
     positions = sum(item.length for item in items)
     tokens = [SKIPPED if index in skipped else 7 for index in range(round(known * positions))]
     joined = join_known(items, tokens, ROUND)
@@ -225,6 +233,36 @@ def test_joined_items_have_the_audio_of_each_position(
         if item.length > 1 and item.payload is not None:
             assert item.length <= JOINED_POSITIONS and start + item.length <= len(tokens)
             assert SKIPPED not in tokens[start : start + item.length]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(["audio", "gap", "flush"]), st.integers(1, 200)), min_size=1, max_size=8),
+    data=st.data(),
+)
+def test_parts_of_an_item_are_as_if_they_had_been_cut_alone(steps: list[tuple[str, int]], data: st.DataObject) -> None:
+    items = cut(steps)
+
+    def facts(entries: list[Item]) -> list[Any]:
+        return [
+            (item.offset, item.length, item.sample, item.covered_samples(ROUND.samples_per_position), item.key)
+            for item in entries
+        ]
+
+    assert facts(fakes.single_items(join(items, ROUND), ROUND)) == facts(items)
+    for item in join(items, ROUND):
+        if not can_be_split(item):
+            continue
+        positions = data.draw(st.integers(1, item.length - 1))
+        parts = split_item(item, positions, ROUND)
+        assert [part.length for part in parts] == [positions, item.length - positions]
+        # The samples of padding are those of the end of its segment.
+        heard = [[window[::2] for window in windows(entry)] for entry in (*parts, item)]
+        assert heard[0] + heard[1] == heard[2]
+        assert all(complaint_about(part, ROUND) is None for part in parts)
+        covered = [part.covered_samples(ROUND.samples_per_position) for part in parts]
+        assert sum(covered) == item.covered_samples(ROUND.samples_per_position)
+        assert parts[1].sample == item.sample + covered[0]
 
 
 def test_items_with_known_tokens_are_joined_and_the_others_are_sent_as_they_are() -> None:

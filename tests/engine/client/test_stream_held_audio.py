@@ -98,12 +98,14 @@ class Link:
 
     @property
     def trace(self) -> list[tuple[float, Any]]:
-        """Every item and every other command, and when it was sent. How items are put into commands is left out."""
+        """Every item and every other command, and when it was sent. How items are joined and put into commands is left
+        out."""
         found: list[tuple[float, Any]] = []
         for at, command, items in self.sent:
             if not isinstance(command, Feed):
                 found.append((at, command))
-            found += [(at, (item.offset, item.length, item.sample, item.samples, item.key)) for item in items]
+            singles = fakes.single_items(items, SPEC)
+            found += [(at, (item.offset, item.length, item.sample, item.samples, item.key)) for item in singles]
         return found
 
 
@@ -425,6 +427,7 @@ def test_a_busy_engine_gets_speech_in_messages_of_as_many_positions_as_it_asks_f
     assert max(late) == pytest.approx((positions - 1) * 0.08)
     # The first message has the model's look-ahead to wait for, so it has one position less.
     assert len(calm.link.feeds) >= 119 and len(found.link.feeds) <= 120 // positions
+    assert all(len(items) == 1 for _, items in found.link.feeds), "the audio of a message is joined"
 
 
 def test_an_engine_that_is_busy_no_longer_gets_what_waits_with_the_next_append() -> None:
@@ -582,8 +585,8 @@ def test_a_stream_that_leaves_its_engine_takes_what_is_held_to_the_next() -> Non
         await held.loop.move(HELD_SECONDS)
         assert not held.stream.holds_audio
         first = SPEC.prefix_positions
-        positions = [item.offset for _, items in held.link.feeds for item in items]
-        assert positions == list(range(first, first + len(positions))) and len(positions) >= 3
+        items = fakes.single_items((item for _, sent in held.link.feeds for item in sent), SPEC)
+        assert [item.offset for item in items] == list(range(first, first + len(items))) and len(items) >= 3
         assert all(items == [] or isinstance(command, Feed) for _, command, items in held.links[0].sent)
 
     run(story)

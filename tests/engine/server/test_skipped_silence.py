@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from msgspec import structs
 from numpy.typing import NDArray
 
+from engine.boundary.replay import join
 from engine.core.scheduler import Limits, Scheduler
 from engine.messages import (
     SKIPPED,
@@ -69,7 +71,7 @@ class Run:
         feed = loop.scheduler.feed
 
         def noting(name: str, items: list[Item], now: int) -> None:
-            self.given += [structs.replace(item) for item in items]
+            self.given += [structs.replace(item) for item in fakes.single_items(items, SPEC)]
             feed(name, items, now)
 
         loop.scheduler.feed = noting  # type: ignore[method-assign]
@@ -144,18 +146,25 @@ def test_what_is_cut_is_silence_and_words_keep_their_times() -> None:
     assert len(run.said.speech) == len(audio) // fakes.FRAME, "all of it is listened to"
 
 
+def joined(items: list[Item], chance: random.Random) -> Iterator[Item]:
+    """The items, some of them as one."""
+    while items:
+        count = chance.randint(1, 6)
+        yield from join(items[:count], SPEC)
+        items = items[count:]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_cut_does_not_depend_on_when_verdicts_come(seed: int) -> None:
-    """Any packets, any number of steps between them, flushes: the same items go on, and the same is said."""
+    """Any packets, joined or not, any number of steps between them, flushes: the same items go on, and the same is
+    said."""
     audio, runs, tokens = conversation(seed, turns=2), [], []
-    flush_at = random.Random(seed).sample(range(len(items_of(SPEC, audio))), 2)
-    for way in range(3):
-        chance, commands = random.Random(seed + way), [Open("a")]
-        for index, item in enumerate(items_of(SPEC, audio)):
-            commands.append(Feed("a", [item]))
-            if index in flush_at:
-                commands.append(Flush("a", index))
-        commands.append(Finish("a"))
+    first, second = sorted(random.Random(seed).sample(range(1, len(items_of(SPEC, audio))), 2))
+    for way in range(5):
+        chance, commands, items = random.Random(seed + way), [Open("a")], items_of(SPEC, audio)
+        for number, part in enumerate((items[:first], items[first:second], items[second:])):
+            commands += [Feed("a", [item]) for item in (joined(part, chance) if way > 2 else part)]
+            commands.append(Flush("a", number) if number < 2 else Finish("a"))
         run = Run(build(overlaps=way > 0, seed=seed))
         while commands:
             count = chance.choice([1, 2, 7, 60]) if way else 1
@@ -167,10 +176,25 @@ def test_what_is_cut_does_not_depend_on_when_verdicts_come(seed: int) -> None:
         run.drain()
         tokens.append(run.tokens)
         runs.append((run.said.text, run.said.words, run.said.tags, [item.sample for item in run.given]))
-    assert runs[0] == runs[1] == runs[2]
+    assert all(other == runs[0] for other in runs)
     # Silence that is skipped after the last text is not reported.
     told = min(map(len, tokens))
-    assert tokens[0][:told] == tokens[1][:told] == tokens[2][:told]
+    assert all(other[:told] == tokens[0][:told] for other in tokens)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_replay_of_joined_audio_skips_the_same(seed: int) -> None:
+    """Joined audio may be known in part, and skipped in part."""
+    audio, chance = conversation(seed, turns=2), random.Random(seed)
+    calm = live(audio, build())
+    known = chance.randrange(len(calm.tokens))
+    assert SKIPPED in calm.tokens
+    again = Run(build()).submit(Open("a", forced_tokens=calm.tokens[:known])).drain()
+    for item in joined(items_of(SPEC, audio), chance):
+        again.submit(Feed("a", [item])).drain()
+    again.submit(Finish("a")).drain()
+    assert [item.sample for item in again.given] == [item.sample for item in calm.given]
+    assert again.tokens == calm.tokens[known:]
 
 
 def test_a_flush_in_the_silence_is_answered_for_all_that_came() -> None:
