@@ -22,7 +22,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.engines import SPEC, NullDetector, NullRunner, room_for
-from benchmarks.host_cost import SAMPLES, Line
+from benchmarks.host_cost import Line
 from benchmarks.measuring import parser_of, run_command, show
 from engine import messages
 from engine.boundary import codec
@@ -49,6 +49,8 @@ MAX_REBUILT = 4096
 LIVE_STEP_S, LIVE_STREAM_S = 0.005, 72e-6
 REBUILD_STEP_S, REBUILT_POSITION_S = 0.003, 30e-6
 REBUILD_FROM_S = 2.0
+# Samples of an item of one position.
+SAMPLES = SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look_ahead_samples
 PAYLOAD = np.random.default_rng(0).standard_normal(SAMPLES, np.float32)
 JOINED_PAYLOAD = np.resize(PAYLOAD, SAMPLES + (JOINED - 1) * SPEC.samples_per_position)
 

@@ -90,8 +90,13 @@ class Status(Message):
     draining: bool = False
     # Positions of replayed audio that a gateway may have sent and not acknowledged; 0: the engine sets no bound.
     replay_positions: int = 0
-    # Positions of a live stream's audio that a gateway should send in one message: more than one while steps are long.
+    # Positions of a live stream's audio that a gateway should send in one message: more than one while the engine's
+    # thread is busy.
     message_positions: int = 1
+    # Frame-synchronous models with many streams: the length of a tick as a share of a position's time, and the counted
+    # streams when it was measured. 0 streams: not measured.
+    tick_share: float = 0.0
+    tick_streams: int = 0
 
 
 class Hello(msgspec.Struct, tag="hello"):

@@ -42,6 +42,8 @@ KEY_BYTES = 16
 WARM_UP_SECONDS = 2
 # Features and samples with equal bytes are different inputs; this keeps their hashes apart.
 _FEATURES = b"features"
+# The key of a part of an item is a hash of the item's key and of the positions.
+_PART = b"part"
 
 
 # Compared by identity (eq=False), because == of arrays is not a bool. Not frozen, because that is slow and items are
@@ -265,7 +267,8 @@ def can_be_split(item: Item) -> bool:
 
 
 def split_item(item: Item, positions: int, spec: ModelSpec) -> tuple[Item, Item]:
-    """The first `positions` of an item, and the rest of it. The parts of audio are as if they had been cut alone."""
+    """The first `positions` of an item, and the rest of it. Each part of audio has the samples of its positions with
+    look-back and look-ahead, and a key made of the item's key."""
     size = spec.samples_per_position
     covered = item.covered_samples(size)
     taken = min(positions * size, covered)
@@ -279,8 +282,12 @@ def split_item(item: Item, positions: int, spec: ModelSpec) -> tuple[Item, Item]
     if item.payload is not None:
         around = spec.look_back_samples + spec.look_ahead_samples
         first.payload, rest.payload = item.payload[: positions * size + around], item.payload[positions * size :]
-        first.key, rest.key = hash_payload(first.payload), hash_payload(rest.payload)
+        first.key, rest.key = _key_of_part(item.key, 0, positions), _key_of_part(item.key, positions, item.length)
     return first, rest
+
+
+def _key_of_part(key: bytes, start: int, end: int) -> bytes:
+    return blake2b(b"%b%d-%d" % (key, start, end), digest_size=KEY_BYTES, person=_PART).digest()
 
 
 def payload_bytes(item: Item) -> int:

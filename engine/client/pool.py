@@ -23,6 +23,10 @@ from engine.errors import AtCapacity, EngineUnreachable
 
 # Active streams that an engine takes before it has measured what a stream costs.
 UNMEASURED_STREAMS = 4
+# A frame-synchronous engine with many streams steps without a pause, so its measured load is close to 1 long before it
+# is full. It is full when a tick takes as long as a position. Until then it has room for more streams than it has: for
+# this share of them if ticks take no time, and for less the longer they are.
+GROWTH = 0.2
 # Seconds until a refused client should try again: soon if engines are starting, later if all are full.
 RETRY_SOON_S = 1.0
 RETRY_LATER_S = 5.0
@@ -104,8 +108,11 @@ def active_capacity(status: Status, max_load: float) -> int:
         return status.active_total
     if not status.load_per_stream:
         return min(status.active_total, UNMEASURED_STREAMS)
+    by_cost = int((max_load - status.load_per_step) / status.load_per_stream)
+    room = max(0.0, 1 - status.tick_share / max_load)
+    by_ticks = int(status.tick_streams * (1 + GROWTH * room)) if room else 0
     # At least one: without a stream nothing would ever be measured again.
-    return min(status.active_total, max(1, int((max_load - status.load_per_step) / status.load_per_stream)))
+    return min(status.active_total, max(1, by_cost, by_ticks))
 
 
 def streams_free(status: Status, max_load: float) -> int:

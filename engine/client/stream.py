@@ -61,8 +61,9 @@ _FINAL = (messages.Closed, messages.Failed, messages.Dead)
 # After this time without audio, silence is fed to a live stream that has an unanswered flush.
 QUIET_LINE_SECONDS = 0.3
 # Audio that is sent later, several appends in one message, waits for this long at most: silence that the engine skips,
-# and all audio while the engine's one thread is busy. For that thread a message is work, whatever it contains.
-HELD_SECONDS = 0.3
+# and all audio while the engine's one thread is busy. For that thread a message is work, whatever it contains. It is
+# the time of the most positions that the engine asks for.
+HELD_SECONDS = 0.32
 # Audio that is this much louder than the silence before it (in power) may be speech, and is sent at once. Quieter audio
 # than the second value never is speech: -70 dB of full scale.
 LOUDER, INAUDIBLE_POWER = 4.0, 1e-7
@@ -453,8 +454,9 @@ class HeldAudio:
     """Audio of a stream that is sent later, several appends in one message. No word depends on it, because the engine
     gets the same items a little later.
 
-    Silence that the engine skips (`Speech.skipped`) waits, except for audio that may be the beginning of speech. Other
-    audio waits while the engine asks for messages of several positions (`Status.message_positions`).
+    Silence that the engine skips (`Speech.skipped`) waits, and is sent at once together with audio that may be the
+    beginning of speech. Other audio waits while the engine asks for messages of several positions
+    (`Status.message_positions`).
     """
 
     def __init__(self, sample_rate: int) -> None:
@@ -580,7 +582,7 @@ class EngineStream:
         Raises ItemRefused, and then none of them was fed.
         """
         self._check_open()
-        if self._cutter.samples_in:
+        if self._cutter.samples_in or self.holds_audio:
             raise StreamFinished(self.id, "was fed samples; open another stream for prepared items")
         await self._wait_for_room()
         link = self.placement.link
@@ -919,8 +921,9 @@ class EngineStream:
 
     @property
     def _message_samples(self) -> int:
-        """Samples that the engine wants in one message; 0: as many as there are."""
-        positions = 1 if self.placement.link is None else self.placement.link.status.message_positions
+        """Samples of a live stream that the engine wants in one message; 0: as many as there are."""
+        link = self.placement.link
+        positions = link.status.message_positions if link is not None and self._opening.live else 1
         return 0 if positions < 2 else positions * self._spec.samples_per_position
 
     def _send_held(self) -> None:
@@ -957,8 +960,8 @@ class EngineStream:
         return prepare(self._cutter, self._cutter.flush(pads), self._spec)
 
     def _send_items(self, items: list[Item], are_joined: bool = False) -> None:
-        """Send items, and keep them for a replay. `are_joined`: the engine gets them as one item, which takes it less
-        time."""
+        """Send items, and keep them for a replay. `are_joined`: the engine gets the audio in fewer items of several
+        positions, which takes it less time."""
         # Audio that crosses with the end of the stream is not an error: the reader sees the end in the outputs.
         if not items or self._ended:
             return

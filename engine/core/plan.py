@@ -45,6 +45,8 @@ class EncodeTask:
     # Which positions of the payload have a row; None: all.
     mask: list[bool] | None
     rows: list[int]
+    # The position after the item.
+    end: int = 0
 
 
 @dataclass(slots=True)

@@ -65,9 +65,9 @@ _resident_for_longest = attrgetter("resident_since")
 # Streams that have caught up stay `recovering` while others are rebuilt. After this many steps without progress of a
 # rebuild they no longer do, since the audio of the others does not arrive.
 STALLED_STEPS = 100
-# Most positions per step of a stream that is behind, for a model that otherwise computes one. Late streams get them if
-# they are at least this share of those that wait: the others wait for such a step, but with a stream in every second
-# step at most, many late streams would never catch up.
+# Most positions per step of a stream that is behind, for a model that otherwise computes one. Each further position is
+# another pass of the model, for which all streams of the step wait. So there is one only if at least this share of the
+# waiting streams takes part. Without it they would never catch up, because a stream is in every second step at most.
 MAX_CATCH_UP_POSITIONS = 4
 LATE_SHARE = 0.25
 # A stream may be parked when its last audio to compute arrived this long ago: longer than the gaps in the audio of a
@@ -384,7 +384,7 @@ class Planner:
                 if entry is None:
                     return False
                 self._rows -= count
-                self._encode.append(EncodeTask(stream.id, item.payload, item.mask, entry))
+                self._encode.append(EncodeTask(stream.id, item.payload, item.mask, entry, item.offset + item.length))
             stream.cached_rows += count
         item.payload = None  # the cache keeps its rows as long as this stream needs them
         stream.encoded = index + 1
@@ -831,17 +831,25 @@ class Scheduler:
         return stream.computed + spec.step_positions
 
     def _let_catch_up(self, planner: Planner) -> None:
-        """Let streams that are behind compute several positions in this step: recovered streams, and others if many
-        are late. While streams on time and rebuilds share the device, recovered streams wait."""
-        late = {stream.id for stream in self.live if stream.available - stream.computed > 1}
-        are_many = len(late) >= LATE_SHARE * len(self.live)
-        if not are_many:
-            late &= self.recovering
-        if self.rebuilding and self.on_time_count:
-            late -= self.recovering
-        late -= self.suspects.keys()
-        if late:
-            planner.let_catch_up(late, MAX_CATCH_UP_POSITIONS if are_many else MAX_CATCH_UP_POSITIONS // 2)
+        """Let streams that are behind compute several positions in this step: as many as a share of `LATE_SHARE` of
+        the waiting streams has. If that is one, recovered streams compute two. While streams on time and rebuilds share
+        the device, recovered streams wait."""
+        waiting = {stream.id: stream.available - stream.computed for stream in self.live}
+        held_back = self.recovering if self.rebuilding and self.on_time_count else ()
+        late = {
+            name: count
+            for name, count in waiting.items()
+            if count > 1 and name not in held_back and name not in self.suspects
+        }
+        positions = 1
+        while positions < MAX_CATCH_UP_POSITIONS:
+            if sum(count > positions for count in late.values()) < max(1, LATE_SHARE * len(waiting)):
+                break
+            positions += 1
+        if positions > 1:
+            planner.let_catch_up(late, positions)
+        elif recovered := late.keys() & self.recovering:
+            planner.let_catch_up(recovered, MAX_CATCH_UP_POSITIONS // 2)
 
     def _note_recovery(self, stream: Stream) -> None:
         """Note that the stream has been rebuilt, or has caught up."""

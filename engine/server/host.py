@@ -63,17 +63,14 @@ MANY_STREAMS = 64
 # as active.
 ACTIVE_NS = 400_000_000
 NEW_SECONDS = 1.0
-# While the engine's thread itself is busy for more than this share of the time, without waiting for the device,
-# gateways are asked for one position more in each message, and one less below the second share. At most so many
-# positions: each may make words later by its time.
+# While the engine's thread is busy for more than the first share of the time, gateways are asked for one position more
+# in each message; below the second share, for one less. Waiting for the device does not count. With the most positions,
+# words come later by up to the time of four positions.
 THREAD_BUSY_SHARE, THREAD_CALM_SHARE = 0.85, 0.6
 MAX_MESSAGE_POSITIONS = 4
-# A frame-synchronous engine with many streams steps without a pause, so its measured load is close to 1 long before it
-# is full. It is full when a tick takes as long as a position, of which the first value leaves a margin. Up to then the
-# engine has room for a part of the streams that it has: this part of them while ticks are short.
-FULL_TICK_SHARE, GROWTH = 0.95, 0.2
-# Above the first share of the streams that can be active at once, or of the engine's time, the engine is busy, until
-# the share falls below the second: silence is skipped sooner (`engine/server/skipped_silence.py`).
+# The engine is busy if a tick takes more than the first share of a position's time, or if more than this share of its
+# places for active streams is taken, until both are below the second share. While it is busy, silence is skipped sooner
+# (`engine/server/skipped_silence.py`).
 BUSY_SHARE, CALM_SHARE = 0.7, 0.55
 # Standard deviations by which the estimate exceeds the number of streams that are active now. If more become active,
 # some wait until others are silent.
@@ -85,6 +82,18 @@ def active_at_once(recent: int, active: int) -> int:
     independent of each other."""
     spread = sqrt(active * (recent - active) / recent) if recent else 0.0
     return min(recent, ceil(active + MARGIN_DEVIATIONS * max(spread, 1.0)))
+
+
+@dataclass(slots=True)
+class TickTimes:
+    """The sum of the lengths of ticks in seconds, and of their squares; without those in which streams were rebuilt."""
+
+    seconds: float = 0.0
+    squares: float = 0.0
+    # Of `seconds`: waiting for the device.
+    waited_s: float = 0.0
+    # The sum of the lengths of the other ticks.
+    rebuilding_s: float = 0.0
 
 
 class LoadReport:
@@ -105,20 +114,22 @@ class LoadReport:
         self._between_steps_s = 0.0
         # Silence should be skipped sooner.
         self.is_busy = False
-        # Of the ticks since `_load_since` in which nothing was rebuilt: the sum of their lengths in seconds, and of
-        # their squares.
-        self._ticks_s = self._ticks_s2 = 0.0
-        # The total of waiting for results at `_load_since`.
-        self._wait_ns = totals.wait_ns
+        self._ticks = TickTimes()
 
     def add_time_between_steps(self, seconds: float) -> None:
         """Messages were read and written for this long while no step was running."""
         self._between_steps_s += max(0.0, seconds)
 
-    def add_tick(self, seconds: float) -> None:
-        """A tick in which nothing was rebuilt took this long."""
-        self._ticks_s += seconds
-        self._ticks_s2 += seconds * seconds
+    def add_tick(self, seconds: float, waited_s: float, rebuilds: bool) -> None:
+        """A tick took this long. For `waited_s` of it the thread waited for the device. `rebuilds`: streams were being
+        rebuilt."""
+        ticks = self._ticks
+        if rebuilds:
+            ticks.rebuilding_s += seconds
+        else:
+            ticks.seconds += seconds
+            ticks.squares += seconds * seconds
+            ticks.waited_s += waited_s
 
     def count(self, loop: EngineLoop) -> None:
         """Update the values that change with every step."""
@@ -182,28 +193,24 @@ class LoadReport:
         self._load_since, self._between_steps_s = now, 0.0
         if not loop.scheduler.spec.rereads_window:
             self._judge_ticks(loop, elapsed)
-        self._ticks_s, self._ticks_s2, self._wait_ns = 0.0, 0.0, totals.wait_ns
+        self._ticks = TickTimes()
 
     def _judge_ticks(self, loop: EngineLoop, elapsed: float) -> None:
-        """Decide from the last ticks how long messages should be, whether silence is skipped sooner, and whether there
-        is room for more streams than the measured costs of steps say."""
-        status, spec = self.status, loop.scheduler.spec
-        if loop.runner.overlaps_steps and self._ticks_s:
-            thread = (self._ticks_s - (loop.meter.totals.wait_ns - self._wait_ns) / 1e9) / elapsed
-            if thread > THREAD_BUSY_SHARE:
+        """Decide from the last ticks how long messages should be and whether silence is skipped sooner, and report how
+        long ticks are."""
+        status, spec, ticks = self.status, loop.scheduler.spec, self._ticks
+        measured_s = elapsed - ticks.rebuilding_s
+        if loop.runner.overlaps_steps and ticks.seconds and measured_s > elapsed / 2:
+            thread_share = (ticks.seconds - ticks.waited_s) / measured_s
+            if thread_share > THREAD_BUSY_SHARE:
                 status.message_positions = min(status.message_positions + 1, MAX_MESSAGE_POSITIONS)
-            elif thread < THREAD_CALM_SHARE:
+            elif thread_share < THREAD_CALM_SHARE:
                 status.message_positions = max(status.message_positions - 1, 1)
-        if status.counted >= MANY_STREAMS and self._ticks_s:
-            # The length of the tick in which audio arrives, on average.
-            tick_s = self._ticks_s2 / self._ticks_s
-            room = 1 - tick_s * spec.sample_rate / (FULL_TICK_SHARE * spec.samples_per_position)
-            if room > 0:
-                fitting = status.counted * (1 + GROWTH * room)
-                most = max(0.0, FULL_TICK_SHARE - status.load_per_step) / fitting
-                status.load_per_stream = min(status.load_per_stream, most)
-        needed = status.load_per_step + status.load_per_stream * status.counted
-        share = max(needed, status.counted / status.active_total)
+        # The length of the tick in which audio arrives, on average.
+        tick_s = ticks.squares / ticks.seconds if ticks.seconds else 0.0
+        status.tick_share = tick_s * spec.sample_rate / spec.samples_per_position
+        status.tick_streams = status.counted if tick_s and status.counted >= MANY_STREAMS else 0
+        share = max(status.tick_share, status.counted / status.active_total)
         self.is_busy = status.message_positions > 1 or share > (CALM_SHARE if self.is_busy else BUSY_SHARE)
 
 
@@ -485,15 +492,16 @@ class EngineHost:
     def tick(self) -> None:
         """Receive messages, apply batches, run one step, and send the results."""
         began, steps = self._clock(), self._loop.meter.totals
-        ns_before = steps.ns
+        ns_before, waited_before = steps.ns, steps.wait_ns
+        rebuilds = bool(self._loop.scheduler.rebuilding)
         self._receive_all()
         now = self._clock()
         self._apply_batches(now)
         dead = self._step()
         self._report(now)
         took = self._clock() - began
-        if not self._loop.scheduler.rebuilding:
-            self.load.add_tick(took)
+        rebuilds = rebuilds or bool(self._loop.scheduler.rebuilding)
+        self.load.add_tick(took, (steps.wait_ns - waited_before) / 1e9, rebuilds)
         if not self._loop.has_launched_step:
             self.load.add_time_between_steps(took - (steps.ns - ns_before) / 1e9)
         if dead is not None:

@@ -405,11 +405,17 @@ class EngineLoop:
         return plan
 
     def _targets(self, plans: Iterable[StepPlan]) -> list[Target]:
-        """(stream, start, end) of all positions that the runner computes in these plans.
+        """(stream, start, end) of all positions that the runner computes or encodes in these plans.
 
         A stream that is only opened counts too, because the runner may restore a saved state.
         """
-        found = [(task.stream, task.start, task.end) for part in plans for task in part.decode]
+        plans = list(plans)
+        encoded = {task.stream: task.end for part in plans for task in part.encode}
+        found = [
+            (task.stream, task.start, max(task.end, encoded.get(task.stream, 0)))
+            for part in plans
+            for task in part.decode
+        ]
         computed = {name for name, *_ in found}
         for part in plans:
             for opened in part.opened:

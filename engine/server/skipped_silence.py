@@ -10,11 +10,11 @@ To the model the audio around a skip is contiguous. So there are two counts of p
 skipped positions, the *engine count* does not. The times of words are not affected, because each item has its sample.
 
 The gate of the stream's speech track (`engine/server/speech_track.py`) decides. It is open at the start, opens with any
-speech that the track has found, and closes when silence has lasted for its hang-over. Which items are skipped depends
-only on the probabilities of speech, not on when they arrive: an item is *released* to the scheduler only when no later
-probability could skip it. A flush, which asks for the text up to a point now, releases everything before it. Each
-skipped position is reported to the gateway as a `SKIPPED` token, so that a replay, which computes the stream again on
-another engine, skips the same positions.
+speech that the track has found, and closes when silence has lasted for its hang-over, which is shorter while the engine
+is busy (`skip_sooner`). Apart from that, which items are skipped depends only on the probabilities of speech, not on
+when they arrive: an item is *released* to the scheduler only when no later probability could skip it. A flush, which
+asks for the text up to a point now, releases everything before it. Each skipped position is reported to the gateway as
+a `SKIPPED` token, so that a replay, which computes the stream again on another engine, skips the same positions.
 """
 
 from __future__ import annotations

@@ -11,13 +11,14 @@ import time
 import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.boundary.items import split_item
+from engine.boundary.items import hash_payload, split_item
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import EngineHandle, EngineProcess
 from engine.client.stream import EngineStream
@@ -66,12 +67,15 @@ VOCABULARY = Vocabulary([b"", *(b" w%d" % i for i in range(1, 82))])
 
 
 def single_items(items: Iterable[Item], spec: ModelSpec) -> list[Item]:
-    """The items with joined audio taken apart: one item for each position."""
+    """The items with joined audio taken apart: one item for each position, with the key that it has alone."""
     found = []
-    for item in items:
+    for item in map(copy, items):
         while item.length > 1 and item.payload is not None:
             first, item = split_item(item, 1, spec)
+            first.key = hash_payload(first.payload)
             found.append(first)
+        if item.payload is not None:
+            item.key = hash_payload(item.payload)
         found.append(item)
     return found
 

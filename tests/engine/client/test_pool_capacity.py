@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
+
 from engine.boundary.codec import Status
 from engine.client.engine_handles import RemoteEngine
 from engine.client.link import EngineLink
@@ -47,6 +49,24 @@ def test_an_engine_that_is_too_slow_takes_one_stream_so_that_it_measures_again()
     capacity = capacity_of([status(counted=1, per_step=0.9, per_stream=0.1)], 0.85)
     assert (capacity.holds, capacity.free, capacity.retry_after_s) == (1, 0, RETRY_LATER_S)
     assert capacity_of([status(per_step=0.9, per_stream=0.1)], 0.85).free == 1
+
+
+@pytest.mark.parametrize("max_load", [0.5, 0.95, 1.0])
+@pytest.mark.parametrize("per_step", [0.05, 0.9, 0.96, 1.2])
+def test_short_ticks_leave_room_whatever_the_cost_of_steps(max_load: float, per_step: float) -> None:
+    """An engine that steps without a pause measures that it is full, whatever a stream costs."""
+    state = status(counted=100, per_step=per_step, per_stream=0.01)
+    state.active_total = state.slots_total = 1000
+    state.tick_streams, holds = 100, []
+    for share in (0.0, 0.5 * max_load, 0.99 * max_load, max_load, 3.0):
+        state.tick_share = share
+        holds.append(capacity_of([state], max_load).holds)
+    by_cost = max(1, int((max_load - per_step) / 0.01))
+    assert holds == [120, 110, 100, by_cost, by_cost]
+    state.tick_share, state.counted = 0.5 * max_load, 109
+    assert capacity_of([state], max_load).free == 1, "what was measured holds for the streams of that time"
+    state.active_total = 105
+    assert capacity_of([state], max_load).holds == 105
 
 
 def test_room_on_one_engine_is_not_used_up_by_another_that_has_too_many() -> None:

@@ -116,12 +116,13 @@ class Held:
     loop: VirtualLoop
     # The status of every engine.
     status: Status = field(default_factory=Status)
+    opening: Open = field(default_factory=lambda: Open("s"))
     stream: EngineStream = field(init=False)
     links: list[Link] = field(default_factory=list)
     ended: list[EngineStream] = field(default_factory=list)
 
     async def open(self) -> Held:
-        self.stream = EngineStream(Open("s"), SPEC, StreamLimits(100_000, 100_000), self.ended.append)
+        self.stream = EngineStream(self.opening, SPEC, StreamLimits(100_000, 100_000), self.ended.append)
         await self.reopen()
         return self
 
@@ -154,12 +155,12 @@ class Held:
 Story = Callable[[Held], Awaitable[None]]
 
 
-def run(story: Story, is_held: bool = True) -> Held:
+def run(story: Story, is_held: bool = True, opening: Open | None = None) -> Held:
     """Play a story with virtual time; without `is_held`, all audio is sent at once."""
 
     async def told() -> Held:
-        held = await Held(cast(VirtualLoop, asyncio.get_running_loop())).open()
-        await story(held)
+        held = Held(cast(VirtualLoop, asyncio.get_running_loop()), opening=opening or Open("s"))
+        await story(await held.open())
         return held
 
     may_wait = HeldAudio.may_wait if is_held else lambda self, samples, wanted: False
@@ -428,6 +429,26 @@ def test_a_busy_engine_gets_speech_in_messages_of_as_many_positions_as_it_asks_f
     # The first message has the model's look-ahead to wait for, so it has one position less.
     assert len(calm.link.feeds) >= 119 and len(found.link.feeds) <= 120 // positions
     assert all(len(items) == 1 for _, items in found.link.feeds), "the audio of a message is joined"
+
+
+def test_uploads_are_sent_at_once() -> None:
+    async def story(held: Held) -> None:
+        held.status.message_positions = 4
+        await held.stream.feed(noise(POSITION + SPEC.look_ahead_samples, LOUD))
+        assert not held.stream.holds_audio and len(held.link.feeds) == 1
+
+    run(story, opening=Open("s", live=False))
+
+
+def test_prepared_items_are_refused_after_samples_that_are_held() -> None:
+    async def story(held: Held) -> None:
+        held.status.message_positions = 4
+        await held.stream.feed(noise(POSITION // 4, LOUD))
+        assert held.stream.holds_audio
+        with pytest.raises(StreamFinished, match="was fed samples"):
+            await held.stream.feed_items([Item(0, 3, 0)])
+
+    run(story)
 
 
 def test_an_engine_that_is_busy_no_longer_gets_what_waits_with_the_next_append() -> None:

@@ -861,6 +861,20 @@ class TestLateStreams:
         assert self.computed(engine) == {"a": 4}
         assert self.computed(engine) == {"a": 1}
 
+    def test_there_are_as_many_passes_as_many_streams_take_part_in(self) -> None:
+        engine = self.late({"a": 9, "b": 2, "c": 2, "d": 2, "e": 1})
+        assert self.computed(engine) == {"a": 2, "b": 2, "c": 2, "d": 2, "e": 1}
+        engine = self.late({"a": 9, "b": 3, "c": 2, "d": 2, "e": 1})
+        assert self.computed(engine) == {"a": 3, "b": 3, "c": 2, "d": 2, "e": 1}
+
+    def test_recovered_streams_that_wait_for_rebuilds_do_not_count_as_late(self) -> None:
+        engine = self.late({"r": 6, "s": 6, "l": 5, **dict.fromkeys("mnop", 1)})
+        engine.recovering |= {"r", "s"}
+        engine.admit(Open("z", forced_tokens=[0] * 40))
+        engine.feed("z", [frame(position, key=b"z%d" % position) for position in range(2, 20)], 0)
+        assert engine.rebuilding
+        assert self.computed(engine) == {**dict.fromkeys("rslmnop", 1), "z": 8}
+
     def test_few_late_streams_do_not_make_the_step_longer_for_the_others(self) -> None:
         engine = self.late({"a": 9, **dict.fromkeys("bcde", 1)})
         assert self.computed(engine) == dict.fromkeys("abcde", 1)

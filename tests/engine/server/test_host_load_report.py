@@ -6,10 +6,8 @@ import time
 from types import SimpleNamespace
 from typing import Any, cast
 
-import msgspec
 import pytest
 
-from engine.client.pool import active_capacity
 from engine.messages import Open
 from engine.server.host import MANY_STREAMS, LoadReport, active_at_once
 from engine.server.loop import EngineLoop
@@ -66,17 +64,18 @@ def test_a_clock_that_stands_takes_nothing_back(loop: EngineLoop) -> None:
     assert report.status.load == 0.0
 
 
-Second = tuple[list[float], float]
-"""The lengths of its ticks, and for how long they waited for the device; in milliseconds."""
+Second = tuple[list[float], float, float]
+"""The lengths of its ticks, for how long they waited for the device, and the length of further ticks in which streams
+were rebuilt; in milliseconds."""
 
 
 def message_positions(report: LoadReport, loop: EngineLoop, seconds: list[Second]) -> list[int]:
     """What gateways are asked for after each of these seconds."""
     found, now = [], report._load_since
-    for ticks, waited in seconds:
+    for ticks, waited, rebuilding in seconds:
         for length in ticks:
-            report.add_tick(length / 1000)
-        loop.meter.totals.wait_ns += int(waited * 1e6)
+            report.add_tick(length / 1000, waited / len(ticks) / 1000, rebuilds=False)
+        report.add_tick(rebuilding / 1000, rebuilding / 1000, rebuilds=True)
         now += 1.0
         report.measure(loop, [], 0.0, now)
         found.append(report.status.message_positions)
@@ -89,19 +88,31 @@ def on_device(loop: EngineLoop) -> EngineLoop:
     return loop
 
 
-BUSY, CALM, BETWEEN = ([20.0] * 48, 50.0), ([10.0] * 99, 500.0), ([20.0] * 48, 260.0)
+BUSY, CALM, BETWEEN = ([20.0] * 48, 50.0, 0.0), ([10.0] * 99, 500.0, 0.0), ([20.0] * 48, 260.0, 0.0)
 
 
 def test_while_the_thread_is_busy_gateways_are_asked_for_longer_messages(on_device: EngineLoop) -> None:
     report = LoadReport(on_device, 0.0)
     assert message_positions(report, on_device, [CALM, BETWEEN, BUSY, BUSY, BUSY, BUSY]) == [1, 1, 2, 3, 4, 4]
     assert report.is_busy, "silence is skipped sooner"
-    assert message_positions(report, on_device, [BETWEEN, CALM, BETWEEN, CALM, ([], 0.0), CALM]) == [4, 3, 3, 2, 2, 1]
+    assert message_positions(report, on_device, [BETWEEN, CALM, BETWEEN, CALM, ([], 0.0, 0.0), CALM]) == [
+        4,
+        3,
+        3,
+        2,
+        2,
+        1,
+    ]
     assert not report.is_busy
 
 
 def test_a_thread_that_waits_for_a_slow_device_is_not_busy(on_device: EngineLoop) -> None:
-    assert message_positions(LoadReport(on_device, 0.0), on_device, [([200.0] * 5, 900.0)] * 3) == [1, 1, 1]
+    assert message_positions(LoadReport(on_device, 0.0), on_device, [([200.0] * 5, 900.0, 0.0)] * 3) == [1, 1, 1]
+
+
+def test_the_thread_is_judged_without_the_ticks_in_which_streams_were_rebuilt(on_device: EngineLoop) -> None:
+    report, busy, mostly_rebuilding = LoadReport(on_device, 0.0), ([20.0] * 29, 30.0, 400.0), ([20.0] * 5, 0.0, 900.0)
+    assert message_positions(report, on_device, [busy, busy, mostly_rebuilding, busy]) == [2, 3, 3, 4]
 
 
 def test_messages_for_a_model_on_the_processor_stay_as_they_are(loop: EngineLoop) -> None:
@@ -112,21 +123,26 @@ def test_messages_for_a_model_on_the_processor_stay_as_they_are(loop: EngineLoop
     assert message_positions(LoadReport(windowed, 0.0), windowed, [BUSY, BUSY]) == [1, 1]
 
 
-@pytest.mark.parametrize(("tick_ms", "fits"), [(8.0, 118), (38.0, 110), (76.0, 100), (90.0, 100)])
-def test_a_busy_engine_has_room_for_more_streams_while_its_ticks_are_short(
-    tick_ms: float, fits: int, loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("counted", "told"), [(MANY_STREAMS - 1, 0), (100, 100)])
+def test_the_length_of_ticks_is_told_with_the_streams_that_it_holds_for(
+    counted: int, told: int, loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps follow each other without a pause, so what was measured says that an engine with 100 streams is full."""
-    monkeypatch.setattr(loop.meter.live_cost, "shares", lambda: (0.05, 0.009))
-    monkeypatch.setattr(LoadReport, "_expected", lambda *_: 100)
+    """A position takes 80 ms. Many short ticks without work count little."""
+    monkeypatch.setattr(LoadReport, "_expected", lambda *_: counted)
     streams = [SimpleNamespace(live=True, speaking=True, last_active_at=0.0)] * MANY_STREAMS
     report = LoadReport(loop, 0.0)
-    for now in (0.5, 2.0):
-        for _ in range(20):
-            report.add_tick(tick_ms / 1000)
-        report.measure(loop, cast(Any, streams), 0.0, now)
-    free = active_capacity(msgspec.structs.replace(report.status, active_total=1000), 0.95)
-    assert free == pytest.approx(fits, abs=1)
+    report.measure(loop, cast(Any, streams), 0.0, 0.5)
+    for seconds in [0.02] * 40 + [0.0001] * 500:
+        report.add_tick(seconds, 0.0, rebuilds=False)
+    report.measure(loop, cast(Any, streams), 0.0, 2.0)
+    assert report.status.tick_share == pytest.approx(0.25, rel=0.1) and report.status.tick_streams == told
+    assert not report.is_busy or counted > 0.7 * report.status.active_total
+    for _ in range(10):
+        report.add_tick(0.07, 0.0, rebuilds=False)
+    report.measure(loop, cast(Any, streams), 0.0, 4.0)
+    assert report.is_busy, "a tick takes most of a position's time"
+    report.measure(loop, cast(Any, streams), 0.0, 6.0)
+    assert report.status.tick_streams == 0, "there were none"
 
 
 def test_an_engine_whose_places_are_taken_skips_silence_sooner(

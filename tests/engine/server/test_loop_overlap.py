@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.boundary.replay import join
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Limits, Scheduler
 from engine.messages import (
@@ -195,6 +196,20 @@ def test_all_that_is_under_way_is_announced() -> None:
     loop.submit([Feed("b", items_of(SPEC, fakes.speech(1, 2))[:1])], 1)
     loop.step()
     assert told[-1] == {"a", "b"}
+
+
+def test_positions_that_are_encoded_with_an_item_are_announced() -> None:
+    """The encoder may die of audio that is not decoded in the same step."""
+    loop, _ = overlapping()
+    told: list[tuple[str, int, int]] = []
+    loop.announce = told.extend
+    others = [Open(name) for name in "bcdef"]
+    loop.submit([Open("a"), *others], 0)
+    loop.submit([Feed(name, items_of(SPEC, fakes.speech(1, ord(name)))[:1]) for name in "bcdef"], 0)
+    loop.submit([Feed("a", join(items_of(SPEC, fakes.speech(1, 1))[:4], SPEC))], 0)
+    loop.step()
+    first = SPEC.prefix_positions
+    assert ("a", first, first + 4) in told and loop.scheduler.streams["a"].computed <= first + 1
 
 
 def test_a_suspect_is_computed_while_nothing_else_is() -> None:
