@@ -25,6 +25,7 @@ RUNS = {
     "step_cost": ["ratio", "512 streams", "linear, 500 items", "bytes at 2000 items"],
     "host_cost": ["us an item"],
     "append_cost": ["16 kHz, 80 ms appends, 4 sessions", "24 kHz, 50 ms appends, 4 sessions", "kB of"],
+    "conversation_lag": ["refusals", "p99", "thread busy"],
     "rebuild_lag": ["before", "meanwhile", "pause of a rebuilt stream"],
     "engine_capacity": ["lag p99", "plan p50", "largest N that holds"],
     "server_capacity": ["2 sessions, 24 kHz, appends of 50 ms", "lag p99", "gateway us per append"],
