@@ -45,7 +45,7 @@ class StepCost:
         self.mean_size = 0.0
         self._ns = self._size_squared = self._product = 0.0
 
-    def add(self, size: int, ns: float, now_ns: int) -> float:
+    def add(self, size: float, ns: float, now_ns: int) -> float:
         """Add a step of this size that took `ns`. Returns the weight it has in the averages."""
         self._steps += 1
         since_last = (now_ns - self._last_ns) / AVERAGING_NS
@@ -80,7 +80,7 @@ class LiveCost:
         self._cost = StepCost()
         self._audio_ns = 0.0
 
-    def add(self, streams: int, ns: float, audio_ns: float, now_ns: int) -> None:
+    def add(self, streams: float, ns: float, audio_ns: float, now_ns: int) -> None:
         """Add a step of `ns` for this many live streams, with `audio_ns` of new audio in total."""
         self._audio_ns += self._cost.add(streams, ns, now_ns) * (audio_ns - self._audio_ns)
 
@@ -160,8 +160,7 @@ class StepMeter:
         self.position_cost = StepCost()
         self._position_ns = spec.samples_per_position * 1e9 / spec.sample_rate
         self._clock = clock
-        # Steps of windowed models may be long.
-        self._logs_slow_steps = not spec.rereads_window
+        self._is_frame_synchronous = not spec.rereads_window
         self._slow_steps, self._logged_at = 0, -LOG_EVERY_NS
         # Time of the end of the last lap, and of the last commit.
         self.mark = 0
@@ -199,7 +198,10 @@ class StepMeter:
         # Streams without new positions cost almost nothing: their text was ready.
         computed = [task.end - task.start for task in plan.decode[: plan.live] if task.end > task.start]
         if computed and not plan.rebuilt_positions:
-            self.live_cost.add(len(computed), live_ns, sum(computed) * self._position_ns, self.mark)
+            # A frame-synchronous stream computes each further position in a further pass, as in a step of its own.
+            positions, passes = sum(computed), max(computed) if self._is_frame_synchronous else 1
+            streams = positions / passes if self._is_frame_synchronous else len(computed)
+            self.live_cost.add(streams, live_ns / passes, positions * self._position_ns / passes, self.mark)
         return ns
 
     def end(self, live_detection_share: float) -> None:
@@ -207,7 +209,8 @@ class StepMeter:
         self.times.live_speech_ns = self.times.speech_ns * live_detection_share
         self.times.live_ns += self.times.live_speech_ns
         self.totals.add(self.times)
-        if self._logs_slow_steps and self.times.ns >= SLOW_STEP_NS:
+        # Steps of windowed models may be long.
+        if self._is_frame_synchronous and self.times.ns >= SLOW_STEP_NS:
             self._log_slow_step(self.times)
 
     def _log_slow_step(self, times: StepTimes) -> None:

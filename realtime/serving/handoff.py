@@ -22,7 +22,7 @@ from engine.client.stream import EngineStream, HandoffTarget
 from realtime.errors import UnreadableValue
 from realtime.session import events
 from realtime.session.core import SavedSession
-from realtime.session.events import Append, Effect, Event, Gap, Measured, Send, Tick
+from realtime.session.events import Append, Effect, Event, Gap, Measured, Tick
 from realtime.session.settings import Settings
 
 # The encoding of a saved session
@@ -262,10 +262,9 @@ class SessionHandoff:
         stream = self._stream()
         if isinstance(event, Gap) and stream is not None and stream.holds_audio:
             stream.on_held_sent = self._send_entries  # the entry leaves with the audio
-        elif isinstance(event, Gap) or not all(isinstance(effect, (Measured, Send)) for effect in effects):
+        elif isinstance(event, Gap) or not all(isinstance(effect, Measured) for effect in effects):
             self._send_soon()
-        # Else an engine output, which the engine keeps until a later save acknowledges it. What it makes the client
-        # receive is written before it is sent (`record_written`), and then the entry leaves.
+        # Else an engine output without visible effect: the engine keeps it until a later save acknowledges it.
 
     def record_written(self, now: float) -> None:
         """Record that the next event of the outbox was encoded as frames."""

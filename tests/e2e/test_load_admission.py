@@ -48,7 +48,8 @@ class EngineClock:
 
 @dataclass
 class CostlyRunner(SynchronousRunner):
-    """One word per position; a step takes a time of its own and one for each stream in it, by the engine's clock."""
+    """One word per position; a pass takes a time of its own and one for each stream in it, by the engine's clock. There
+    is a pass for each further position of a stream."""
 
     clock: EngineClock
     spec: ModelSpec = SPEC
@@ -61,7 +62,8 @@ class CostlyRunner(SynchronousRunner):
         if plan.decode:
             if len(plan.decode) > plan.live:
                 time.sleep(UPLOAD_STEP_SECONDS)
-            self.clock.now_ns += int(1e9 * (STEP_SECONDS + STREAM_SECONDS * len(plan.decode)))
+            lengths = [task.end - task.start for task in plan.decode]
+            self.clock.now_ns += int(1e9 * (STEP_SECONDS * max(lengths) + STREAM_SECONDS * sum(lengths)))
         return [DecodeResult(tokens=[1] * (task.end - task.start)) for task in plan.decode]
 
 

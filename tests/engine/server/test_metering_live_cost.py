@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from engine.server.metering import ENOUGH_STEPS, LiveCost
+from engine.core.plan import DecodeTask, StepPlan
+from engine.server.metering import ENOUGH_STEPS, LiveCost, StepMeter
+from engine.spec import ModelSpec
 
 PERIOD_NS = 80_000_000
 
@@ -73,3 +75,19 @@ def test_a_stream_that_steps_more_often_than_its_audio_needs_costs_more() -> Non
     for number in range(100):
         cost.add(1, 8e6, PERIOD_NS / (1 + number % 2), number * PERIOD_NS)
     assert cost.shares()[1] == pytest.approx(0.1 / 0.75, rel=0.05)
+
+
+@pytest.mark.parametrize("longest", [1, 4])
+def test_steps_of_several_passes_measure_what_single_ones_do(longest: int) -> None:
+    """A pass takes 4 ms and 0.2 ms for each stream; streams that are behind take part in further passes."""
+    dice, now = random.Random(3), 0
+    meter = StepMeter(ModelSpec("frames", 16_000, 1280), lambda: now)
+    meter.begin()
+    for _ in range(500):
+        lengths = [dice.randint(1, longest) for _ in range(dice.randint(1, 30))]
+        tasks = [DecodeTask(slot, "s", 0, 0, length, [], [], final=False) for slot, length in enumerate(lengths)]
+        began, now = now, now + int(1e6 * (4 * max(lengths) + 0.2 * sum(lengths)))
+        meter.lap()
+        meter.account(StepPlan(0, decode=tasks, live=len(tasks)), began)
+    per_step, per_stream = meter.live_cost.shares()
+    assert per_step == pytest.approx(4 / 80, rel=0.1) and per_stream == pytest.approx(0.2 / 80, rel=0.1)
