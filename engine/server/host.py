@@ -69,8 +69,8 @@ NEW_SECONDS = 1.0
 THREAD_BUSY_SHARE, THREAD_CALM_SHARE = 0.85, 0.6
 MAX_MESSAGE_POSITIONS = 4
 # The engine is busy if a tick takes more than the first share of a position's time, or if more than this share of its
-# places for active streams is taken, until both are below the second share. While it is busy, silence is skipped sooner
-# (`engine/server/skipped_silence.py`).
+# places for active streams is taken by at least `MANY_STREAMS`, until both are below the second share. While it is
+# busy, silence is skipped sooner (`engine/server/skipped_silence.py`).
 BUSY_SHARE, CALM_SHARE = 0.7, 0.55
 # Standard deviations by which the estimate exceeds the number of streams that are active now. If more become active,
 # some wait until others are silent.
@@ -210,7 +210,9 @@ class LoadReport:
         tick_s = ticks.squares / ticks.seconds if ticks.seconds else 0.0
         status.tick_share = tick_s * spec.sample_rate / spec.samples_per_position
         status.tick_streams = status.counted if tick_s and status.counted >= MANY_STREAMS else 0
-        share = max(status.tick_share, status.counted / status.active_total)
+        # A small engine may be full with the streams that it was made for.
+        taken = status.counted / status.active_total if status.counted >= MANY_STREAMS else 0.0
+        share = max(status.tick_share, taken)
         self.is_busy = status.message_positions > 1 or share > (CALM_SHARE if self.is_busy else BUSY_SHARE)
 
 

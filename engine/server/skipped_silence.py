@@ -175,7 +175,7 @@ class SkippingStream:
                 return self.on_engine_count(head)
             else:
                 passed, released = self._position_offset(head, gate.floor), self._released_positions(head, gate)
-                # Audio is split only where it is released, because that takes long.
+                # Audio is split only where it is released; until then it is skipped by whole items.
                 if passed == head.length or (passed and (released or is_gap(head))):
                     self._skip(self._split(head, passed), reached, reported=False)
                 elif released:

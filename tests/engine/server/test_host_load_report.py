@@ -148,18 +148,29 @@ def test_the_length_of_ticks_is_told_with_the_streams_that_it_holds_for(
 def test_an_engine_whose_places_are_taken_skips_silence_sooner(
     loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts = [65, 72, 72, 60, 60, 50, 50]
+    counts = [130, 144, 144, 120, 120, 100, 100]
     left = iter(counts)
     monkeypatch.setattr(LoadReport, "_expected", lambda *_: next(left))
     streams = [SimpleNamespace(live=True, speaking=True, last_active_at=0.0)] * MANY_STREAMS
     report, found = LoadReport(loop, 0.0), []
-    report.status.active_total = 100
+    report.status.active_total = 200
     loop.meter.live_cost.forget()
     for now in range(1, len(counts) + 1):
         report.measure(loop, cast(Any, streams), 0.0, 1.1 * now)
         found.append(report.is_busy)
     # The shares are of the count before.
     assert found == [False, False, True, True, True, True, False]
+
+
+def test_a_small_engine_may_be_full_and_computes_silence_as_usual(
+    loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoadReport, "_expected", lambda *_: MANY_STREAMS - 1)
+    report, streams = LoadReport(loop, 0.0), [SimpleNamespace(live=True, speaking=True, last_active_at=0.0)]
+    report.status.active_total = MANY_STREAMS - 1
+    for now in (2.0, 4.0, 6.0):
+        report.measure(loop, cast(Any, streams * MANY_STREAMS), 0.0, now)
+        assert not report.is_busy
 
 
 @pytest.mark.parametrize(
