@@ -832,8 +832,8 @@ class Scheduler:
 
     def _let_catch_up(self, planner: Planner) -> None:
         """Let streams that are behind compute several positions in this step: as many as a share of `LATE_SHARE` of
-        the waiting streams has. If that is one, recovered streams compute two. While streams on time and rebuilds share
-        the device, recovered streams wait."""
+        the waiting streams has, and no more than two while others are rebuilt, because these wait, too. If it is one,
+        recovered streams compute two. While streams on time and rebuilds share the device, recovered streams wait."""
         waiting = {stream.id: stream.available - stream.computed for stream in self.live}
         held_back = self.recovering if self.rebuilding and self.on_time_count else ()
         late = {
@@ -841,15 +841,15 @@ class Scheduler:
             for name, count in waiting.items()
             if count > 1 and name not in held_back and name not in self.suspects
         }
-        positions = 1
-        while positions < MAX_CATCH_UP_POSITIONS:
+        positions, few = 1, MAX_CATCH_UP_POSITIONS // 2
+        while positions < (few if self.rebuilding else MAX_CATCH_UP_POSITIONS):
             if sum(count > positions for count in late.values()) < max(1, LATE_SHARE * len(waiting)):
                 break
             positions += 1
         if positions > 1:
             planner.let_catch_up(late, positions)
         elif recovered := late.keys() & self.recovering:
-            planner.let_catch_up(recovered, MAX_CATCH_UP_POSITIONS // 2)
+            planner.let_catch_up(recovered, few)
 
     def _note_recovery(self, stream: Stream) -> None:
         """Note that the stream has been rebuilt, or has caught up."""

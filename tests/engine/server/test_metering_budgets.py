@@ -498,7 +498,7 @@ class TestRebuilding:
         last_rebuild = max(number for number, plan in enumerate(runner.plans) if plan.rebuilt_positions)
         before = runner.plans[:last_rebuild]
         new = [task for plan in before for task in plan.decode if task.stream in early and task.start >= 128]
-        assert max(task.end - task.start for task in new) == 4
+        assert max(task.end - task.start for task in new) == 2, "the rest waits for each further frame"
         assert {task.stream for task in new if task.end == 148} == set(early), "they had caught up before"
         sizes = [plan.rebuilt_positions for plan in before if plan.rebuilt_positions]
         assert min(sizes[: len(sizes) // 2]) >= 1600 and min(sizes) >= 1024
