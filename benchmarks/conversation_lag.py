@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks.engines import SPEC, NullDetector, room_for
 from benchmarks.host_cost import Line
-from benchmarks.measuring import parser_of, run_command, show
+from benchmarks.measuring import parser_of, percentiles, run_command, show
 from benchmarks.rebuild_lag import FRAME_S, REBUILT_SPEC, Clock, CostlyRunner
 from engine import messages
 from engine.boundary import codec
@@ -47,7 +47,6 @@ from engine.server.host import EngineHost
 from engine.server.loop import EngineLoop, calm_collector
 from engine.server.main import warm_up
 from engine.server.skipped_silence import skip_settings
-from realtime.bench.statistics import percentile
 
 # Streams that an H200 has places for, and those of them that can compute at once (8-bit keys and values).
 STREAMS, ACTIVE = 1313, 781
@@ -321,7 +320,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     figures = {
         "connected": f"{len(simulation.sessions)} of {options.sessions}",
         "refusals": simulation.refusals,
-        "lag, ms": {f"p{share}": 1000 * percentile(simulation.lags, share) for share in (50, 95, 99, 100)},
+        **percentiles("lag_ms", [1000 * lag for lag in simulation.lags], 50, 95, 99, 100),
         "thread busy": thread,
         "tick, ms": 1000 * tick_s,
         "positions in a message": simulation.host.load.status.message_positions,

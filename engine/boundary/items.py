@@ -317,7 +317,7 @@ def complaint_about(item: Item, spec: ModelSpec) -> str | None:
         return f"samples must lie between 0 and {own_samples}: {length} positions have no more"
     if item.mask is not None and len(item.mask) != length:
         return f"a mask of {len(item.mask)} entries for {length} positions; give one for each"
-    is_empty = not item.key and item.payload is None
+    is_empty = is_gap(item)
     if item.mask is not None and not any(item.mask) and not is_empty:
         return "a gap carries no audio; leave out its key and data, or its mask"
     if is_empty and (item.mask is None or not any(item.mask)):

@@ -834,16 +834,17 @@ class Scheduler:
         """Let streams that are behind compute several positions in this step: as many as a share of `LATE_SHARE` of
         the waiting streams has, and no more than two while others are rebuilt, because these wait, too. If it is one,
         recovered streams compute two. While streams on time and rebuilds share the device, recovered streams wait."""
-        waiting = {stream.id: stream.available - stream.computed for stream in self.live}
         held_back = self.recovering if self.rebuilding and self.on_time_count else ()
         late = {
-            name: count
-            for name, count in waiting.items()
-            if count > 1 and name not in held_back and name not in self.suspects
+            stream.id: behind
+            for stream in self.live
+            if (behind := stream.available - stream.computed) > 1
+            and stream.id not in held_back
+            and stream.id not in self.suspects
         }
         positions, few = 1, MAX_CATCH_UP_POSITIONS // 2
         while positions < (few if self.rebuilding else MAX_CATCH_UP_POSITIONS):
-            if sum(count > positions for count in late.values()) < max(1, LATE_SHARE * len(waiting)):
+            if sum(behind > positions for behind in late.values()) < max(1, LATE_SHARE * len(self.live)):
                 break
             positions += 1
         if positions > 1:

@@ -23,7 +23,7 @@ import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -404,12 +404,11 @@ class EngineLoop:
         self.meter.times.plan_ns = self.meter.lap()
         return plan
 
-    def _targets(self, plans: Iterable[StepPlan]) -> list[Target]:
+    def _targets(self, plans: Sequence[StepPlan]) -> list[Target]:
         """(stream, start, end) of all positions that the runner computes or encodes in these plans.
 
         A stream that is only opened counts too, because the runner may restore a saved state.
         """
-        plans = list(plans)
         encoded = {task.stream: task.end for part in plans for task in part.encode}
         found = [
             (task.stream, task.start, max(task.end, encoded.get(task.stream, 0)))

@@ -199,8 +199,10 @@ class StepMeter:
         computed = [task.end - task.start for task in plan.decode[: plan.live] if task.end > task.start]
         if computed and not plan.rebuilt_positions:
             # A frame-synchronous stream computes each further position in a further pass, as in a step of its own.
-            positions, passes = sum(computed), max(computed) if self._is_frame_synchronous else 1
-            streams = positions / passes if self._is_frame_synchronous else len(computed)
+            positions, passes, streams = sum(computed), 1, float(len(computed))
+            if self._is_frame_synchronous:
+                passes = max(computed)
+                streams = positions / passes
             self.live_cost.add(streams, live_ns / passes, positions * self._position_ns / passes, self.mark)
         return ns
 
