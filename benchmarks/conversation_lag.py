@@ -257,7 +257,7 @@ class Simulation:
             if is_skipped and not session.speaks(session.sent + session.held):
                 due = session.held >= QUIET_FRAMES
             else:
-                due = is_skipped or session.held >= wanted
+                due = is_skipped or (session.sent + session.held) % wanted == 0
             if due:
                 self._send(session)
             heapq.heappush(self._frames, (complete_at + FRAME_S, number))

@@ -480,15 +480,19 @@ class HeldAudio:
         self.pieces.append(samples.copy())  # the caller may use its array again
         self._samples += len(samples)
 
-    def may_wait(self, samples: NDArray[np.float32], message_samples: int) -> bool:
-        """Whether these samples may wait for the next ones: they are as quiet as the skipped silence before them, or
-        those that wait are, with them, fewer than `message_samples`. Raises ValueError as the cutter would."""
+    def may_wait(self, samples: NDArray[np.float32], message_samples: int, sent: int) -> bool:
+        """Whether these samples may wait for the next ones: they are as quiet as the skipped silence before them, or no
+        message of `message_samples` ends in them. `sent`: samples of the stream before those that wait. Raises
+        ValueError as the cutter would."""
         if not self.is_skipped and not message_samples:
             return False
         check_samples(samples)
         count = len(samples)
         if not self.is_skipped:
-            return 0 < count and self._samples + count < message_samples
+            # Messages end at multiples of their length. Streams begin at different times, so their messages are spread
+            # over the time, also after all have changed the length at once.
+            end = sent + self._samples + count
+            return 0 < count and sent // message_samples == end // message_samples
         if not 0 < count < self._longest_append or self._samples + count > self._max_samples:
             return False
         power, level = float(np.dot(samples, samples)) / count, self._level
@@ -909,7 +913,9 @@ class EngineStream:
 
     def _cut_and_send(self, samples: NDArray[np.float32]) -> None:
         held = self._held
-        if not (self._unanswered or self._ended) and held.may_wait(samples, self._message_samples):
+        if not (self._unanswered or self._ended) and held.may_wait(
+            samples, self._message_samples, self._cutter.samples_in
+        ):
             held.add(samples)
             if self._held_timer is None:
                 self._held_timer = asyncio.get_running_loop().call_later(HELD_SECONDS, self._send_held)

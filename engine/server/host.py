@@ -63,10 +63,15 @@ MANY_STREAMS = 64
 # as active.
 ACTIVE_NS = 400_000_000
 NEW_SECONDS = 1.0
-# While the engine's thread is busy for more than the first share of the time, gateways are asked for one position more
-# in each message; below the second share, for one less. Waiting for the device does not count. With the most positions,
-# words come later by up to the time of four positions.
-THREAD_BUSY_SHARE, THREAD_CALM_SHARE = 0.85, 0.6
+# Seconds over which the lengths of ticks are measured.
+TICKS_SECONDS = 0.5
+# Gateways are asked for one position more in each message if the engine's thread is busy for more than the first share
+# of the time, without waiting for the device, and ticks take more than `LONG_TICK_SHARE` of a position's time; for one
+# less if it is busy for less than the second share. A busy thread alone is no reason: while ticks are short, more work
+# makes them fewer and longer, and then each stream costs less. Positions of one message are computed in one pass each,
+# so longer messages cost the device more, and words come later by up to the time of their positions.
+THREAD_BUSY_SHARE, THREAD_CALM_SHARE = 0.85, 0.7
+LONG_TICK_SHARE = 0.35
 MAX_MESSAGE_POSITIONS = 4
 # The engine is busy if a tick takes more than the first share of a position's time, or if more than this share of its
 # places for active streams is taken by at least `MANY_STREAMS`, until both are below the second share. While it is
@@ -114,7 +119,8 @@ class LoadReport:
         self._between_steps_s = 0.0
         # Silence should be skipped sooner.
         self.is_busy = False
-        self._ticks = TickTimes()
+        # The ticks since `_ticks_since`.
+        self._ticks, self._ticks_since = TickTimes(), now
 
     def add_time_between_steps(self, seconds: float) -> None:
         """Messages were read and written for this long while no step was running."""
@@ -142,6 +148,7 @@ class LoadReport:
         """Update the values that are reported less often. `waited_s`: age of the oldest received batch that is not
         applied yet."""
         self._measure_load(loop, now)
+        self._measure_ticks(loop, now)
         status, spec, totals = self.status, loop.scheduler.spec, loop.meter.totals
         lags = [stream.available - stream.computed for stream in loop.scheduler.streams.values() if stream.live]
         status.lag_ms = 1000 * (max(lags, default=0) * spec.samples_per_position / spec.sample_rate + waited_s)
@@ -191,25 +198,28 @@ class LoadReport:
         status.load_per_stream = per_stream + between_steps / live if per_stream and live else per_stream
         self._live_ns, self._live_speech_ns, self._speech_ns = totals.live_ns, totals.live_speech_ns, totals.speech_ns
         self._load_since, self._between_steps_s = now, 0.0
-        if not loop.scheduler.spec.rereads_window:
-            self._judge_ticks(loop, elapsed)
-        self._ticks = TickTimes()
 
-    def _judge_ticks(self, loop: EngineLoop, elapsed: float) -> None:
+    def _measure_ticks(self, loop: EngineLoop, now: float) -> None:
         """Decide from the last ticks how long messages should be and whether silence is skipped sooner, and report how
         long ticks are."""
-        status, spec, ticks = self.status, loop.scheduler.spec, self._ticks
-        measured_s = elapsed - ticks.rebuilding_s
-        if loop.runner.overlaps_steps and ticks.seconds and measured_s > elapsed / 2:
-            thread_share = (ticks.seconds - ticks.waited_s) / measured_s
-            if thread_share > THREAD_BUSY_SHARE:
-                status.message_positions = min(status.message_positions + 1, MAX_MESSAGE_POSITIONS)
-            elif thread_share < THREAD_CALM_SHARE:
-                status.message_positions = max(status.message_positions - 1, 1)
+        elapsed = now - self._ticks_since
+        if elapsed < TICKS_SECONDS:
+            return
+        ticks, self._ticks, self._ticks_since = self._ticks, TickTimes(), now
+        status, spec = self.status, loop.scheduler.spec
+        if spec.rereads_window:
+            return
         # The length of the tick in which audio arrives, on average.
         tick_s = ticks.squares / ticks.seconds if ticks.seconds else 0.0
         status.tick_share = tick_s * spec.sample_rate / spec.samples_per_position
         status.tick_streams = status.counted if tick_s and status.counted >= MANY_STREAMS else 0
+        measured_s = elapsed - ticks.rebuilding_s
+        if loop.runner.overlaps_steps and ticks.seconds and measured_s > elapsed / 2:
+            thread_share = (ticks.seconds - ticks.waited_s) / measured_s
+            if thread_share > THREAD_BUSY_SHARE and status.tick_share > LONG_TICK_SHARE:
+                status.message_positions = min(status.message_positions + 1, MAX_MESSAGE_POSITIONS)
+            elif thread_share < THREAD_CALM_SHARE:
+                status.message_positions = max(status.message_positions - 1, 1)
         # A small engine may be full with the streams that it was made for.
         taken = status.counted / status.active_total if status.counted >= MANY_STREAMS else 0.0
         share = max(status.tick_share, taken)

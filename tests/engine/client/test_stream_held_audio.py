@@ -163,7 +163,7 @@ def run(story: Story, is_held: bool = True, opening: Open | None = None) -> Held
         await story(await held.open())
         return held
 
-    may_wait = HeldAudio.may_wait if is_held else lambda self, samples, wanted: False
+    may_wait = HeldAudio.may_wait if is_held else lambda self, samples, wanted, sent: False
     with asyncio.Runner(loop_factory=VirtualLoop) as runner, mock.patch.object(HeldAudio, "may_wait", may_wait):
         return runner.run(told())
 
@@ -173,7 +173,7 @@ def run(story: Story, is_held: bool = True, opening: Open | None = None) -> Held
 
 def waits(silence: HeldAudio, *levels: float, samples: int = POSITION, wanted: int = 0) -> list[bool]:
     """Whether each of these appends may wait; the engine wants messages of so many samples."""
-    return [silence.may_wait(noise(samples, level), wanted) for level in levels]
+    return [silence.may_wait(noise(samples, level), wanted, 0) for level in levels]
 
 
 @pytest.fixture
@@ -431,6 +431,21 @@ def test_a_busy_engine_gets_speech_in_messages_of_as_many_positions_as_it_asks_f
     assert all(len(items) == 1 for _, items in found.link.feeds), "the audio of a message is joined"
 
 
+def test_messages_of_streams_that_began_at_different_times_stay_spread_over_the_time() -> None:
+    """All streams change the length of their messages at once. Then a third of them sends in each position's time."""
+
+    def sent_at(begun: int) -> list[int]:
+        async def story(held: Held) -> None:
+            for number in range(12):
+                held.status.message_positions = 1 if number < begun else 3
+                await held.stream.feed(noise(POSITION, LOUD, number))
+                await held.loop.move(0.08)
+
+        return [round(at / 0.08) - begun for at, _ in run(story).link.feeds if round(at / 0.08) >= begun]
+
+    assert {begun: sent_at(begun)[:2] for begun in (3, 4, 5)} == {3: [2, 5], 4: [1, 4], 5: [0, 3]}
+
+
 def test_uploads_are_sent_at_once() -> None:
     async def story(held: Held) -> None:
         held.status.message_positions = 4
@@ -638,7 +653,7 @@ async def test_words_are_those_of_audio_that_is_sent_at_once(
     monkeypatch.setattr(HeldAudio, "add", counting)
     found = (await play(silence_cut.build, audio, flushes, deaths)).transcript
     assert held > RATE
-    monkeypatch.setattr(HeldAudio, "may_wait", lambda self, samples, wanted: False)
+    monkeypatch.setattr(HeldAudio, "may_wait", lambda self, samples, wanted, sent: False)
     calm = (await play(silence_cut.build, audio, flushes, [])).transcript
     assert (found.text, found.words, found.tags, found.last) == (calm.text, calm.words, calm.tags, calm.last)
     assert len(calm.words) > 5

@@ -88,7 +88,7 @@ def on_device(loop: EngineLoop) -> EngineLoop:
     return loop
 
 
-BUSY, CALM, BETWEEN = ([20.0] * 48, 50.0, 0.0), ([10.0] * 99, 500.0, 0.0), ([20.0] * 48, 260.0, 0.0)
+BUSY, CALM, BETWEEN = ([50.0] * 19, 50.0, 0.0), ([10.0] * 99, 500.0, 0.0), ([20.0] * 48, 260.0, 0.0)
 
 
 def test_while_the_thread_is_busy_gateways_are_asked_for_longer_messages(on_device: EngineLoop) -> None:
@@ -110,8 +110,13 @@ def test_a_thread_that_waits_for_a_slow_device_is_not_busy(on_device: EngineLoop
     assert message_positions(LoadReport(on_device, 0.0), on_device, [([200.0] * 5, 900.0, 0.0)] * 3) == [1, 1, 1]
 
 
+def test_a_thread_that_is_busy_in_short_ticks_has_time(on_device: EngineLoop) -> None:
+    """With more work its ticks become longer and fewer. Longer messages would only make the words late."""
+    assert message_positions(LoadReport(on_device, 0.0), on_device, [([10.0] * 99, 10.0, 0.0)] * 3) == [1, 1, 1]
+
+
 def test_the_thread_is_judged_without_the_ticks_in_which_streams_were_rebuilt(on_device: EngineLoop) -> None:
-    report, busy, mostly_rebuilding = LoadReport(on_device, 0.0), ([20.0] * 29, 30.0, 400.0), ([20.0] * 5, 0.0, 900.0)
+    report, busy, mostly_rebuilding = LoadReport(on_device, 0.0), ([50.0] * 11, 30.0, 400.0), ([50.0] * 2, 0.0, 900.0)
     assert message_positions(report, on_device, [busy, busy, mostly_rebuilding, busy]) == [2, 3, 3, 4]
 
 

@@ -68,7 +68,7 @@ async def test_audio_that_a_gateway_held_comes_once(way: str, audio: bytes, monk
             (entry,) = second.entries
             assert entry.live.session.source_samples == len(audio) // 2
             assert entry.live.runner.engine_stream.replay_log.end_sample == len(audio) // 2
-        monkeypatch.setattr(streams.HeldAudio, "may_wait", lambda self, samples, wanted: False)
+        monkeypatch.setattr(streams.HeldAudio, "may_wait", lambda self, samples, wanted, sent: False)
         assert said and said == await transcript(second.url, audio)
 
 
