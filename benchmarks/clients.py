@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -81,6 +82,8 @@ class Schedule:
     join_s: float
     counts_from: float = 0.0
     counts_until: float = 0.0
+    # From this moment on, the next text of each session is waited for.
+    waits_from: float = math.inf
 
     def joins_at(self, number: int, all_sessions: int) -> float:
         return self.begins + number / all_sessions * self.join_s
@@ -244,10 +247,12 @@ class Track:
 @dataclass
 class Findings:
     """Of all sessions of a process. `lags` are pairs of seconds since counting began and the lag in milliseconds, of
-    words in speech, less the model's delay; words in pauses are counted. `finals` are the same of final texts."""
+    words in speech, less the model's delay; words in pauses are counted. `finals` are the same of final texts.
+    `next_texts` are the moments of the first text after `Schedule.waits_from`."""
 
     lags: list[tuple[float, float]] = field(default_factory=list)
     finals: list[tuple[float, float]] = field(default_factory=list)
+    next_texts: list[float] = field(default_factory=list)
     in_pauses: int = 0
     appends: int = 0
     late_ms: list[float] = field(default_factory=list)
@@ -276,6 +281,7 @@ class LagClient(PacedClient):
         self.silent: set[int] = set()
         self.texts: deque[tuple[str, float]] = deque()
         self._speech_ends: dict[str, float] = {}
+        self._waits = True
 
     async def play(self) -> None:
         findings = self._findings
@@ -291,6 +297,9 @@ class LagClient(PacedClient):
     def take(self, event: dict[str, Any], now: float | None = None) -> None:
         kind, now = event["type"], now or time.monotonic()
         if kind == DELTA:
+            if self._waits and now >= self._schedule.waits_from:
+                self._waits = False
+                self._findings.next_texts.append(now)
             self.texts.extend((text, now) for text in event["delta"].split())
             for word in event.get("words", ()):
                 self.score(word)

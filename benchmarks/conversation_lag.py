@@ -19,7 +19,6 @@ import argparse
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +29,7 @@ import numpy as np
 from benchmarks.engines import SPEC, NullDetector, room_for
 from benchmarks.host_cost import Line
 from benchmarks.measuring import parser_of, percentiles, run_command, show
-from benchmarks.rebuild_lag import FRAME_S, REBUILT_SPEC, Clock, CostlyRunner
+from benchmarks.rebuild_lag import FRAME_S, REBUILT_SPEC, Device, ThreadClock
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.items import KEY_BYTES
@@ -38,11 +37,9 @@ from engine.boundary.sockets import Numbering
 from engine.client.link import OutgoingBatch
 from engine.client.pool import streams_free
 from engine.client.stream import HELD_SECONDS
-from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.messages import Item, Speech
 from engine.options import EngineConfig
-from engine.runner.base import never
 from engine.server.host import EngineHost
 from engine.server.loop import EngineLoop, calm_collector
 from engine.server.main import warm_up
@@ -50,68 +47,12 @@ from engine.server.skipped_silence import skip_settings
 
 # Streams that an H200 has places for, and those of them that can compute at once (8-bit keys and values).
 STREAMS, ACTIVE = 1313, 781
-# Seconds of the thread for a step and for each of its positions, beside what is measured here: launches on the device,
-# a real speech detector.
-LAUNCH_S, LAUNCH_POSITION_S = 0.0006, 8e-6
 # A session's period, and of its spoken part: the time from one pause to the next, and the pause.
 PERIOD_S, PHRASE_S, PAUSE_S = 20.0, 3.3, 0.7
 # Frames that must have been speech before one is counted, and seconds until all sessions have settled.
 SPOKEN_BEFORE, SETTLE_S = 7, 5.0
 MAX_LOAD, ASK_AGAIN_S, MAX_JOIN_S = 0.95, 1.0, 300.0
 QUIET_FRAMES = round(HELD_SECONDS / FRAME_S)
-
-
-class ThreadClock(Clock):
-    """Simulated time, which goes on while the thread works."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        # Seconds in which the thread worked.
-        self.worked = 0.0
-        self._factor = factor
-        self._mark: int | None = None
-
-    def count(self) -> None:
-        """Add the thread's time since the last call."""
-        if self._mark is not None:
-            now = time.thread_time_ns()
-            self.work(self._factor * (now - self._mark) / 1e9)
-            self._mark = now
-
-    def work(self, seconds: float) -> None:
-        self.now += seconds
-        self.worked += seconds
-
-    def seconds(self) -> float:
-        self.count()
-        return self.now
-
-    def ns(self) -> int:
-        return int(1e9 * self.seconds())
-
-    def run(self, work: Callable[[], None]) -> None:
-        self._mark = time.thread_time_ns()
-        work()
-        self.count()
-        self._mark = None
-
-
-class Device(CostlyRunner):
-    def __init__(self, clock: ThreadClock, slow: float) -> None:
-        super().__init__(clock, slow)
-        self._thread = clock
-
-    def launch(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> Callable[[], list[DecodeResult]]:
-        self._thread.count()
-        positions = sum(task.end - task.start for task in plan.decode)
-        self._thread.work(LAUNCH_S + LAUNCH_POSITION_S * positions)
-        wait = super().launch(plan, time_is_up)
-
-        def results() -> list[DecodeResult]:
-            self._thread.count()
-            return wait()
-
-        return results
 
 
 @dataclass

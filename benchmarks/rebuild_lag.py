@@ -1,10 +1,12 @@
 """How late live streams are while others are rebuilt beside them, in simulated time and without a GPU.
 
     python -m benchmarks.rebuild_lag [--live 300] [--rebuilt 130] [--slow 1.6] [--host-ms 12] [--at-a-time 4]
+                                     [--thread 0.75] [--away 30]
 
 Host, loop, scheduler, messages and the gateways' send queues are real. Steps overlap as on a device: on a simulated
 clock each takes the time that an H200 needs for such a step (docs/voxtral.md), times `--slow`, because two engines on
-one card take turns. The host takes `--host-ms` between two steps. Lag is from the moment a frame is complete until the
+one card take turns. The host takes `--host-ms` between two steps, or, with `--thread`, that part of the time that its
+thread takes on this machine, while steps run. Lag is from the moment a frame is complete until the
 engine reports it computed. At second 2 the streams that are to be rebuilt come, each with a full window of audio, whose
 tokens are known.
 """
@@ -49,18 +51,67 @@ MAX_REBUILT = 4096
 LIVE_STEP_S, LIVE_STREAM_S = 0.005, 72e-6
 REBUILD_STEP_S, REBUILT_POSITION_S = 0.003, 30e-6
 REBUILD_FROM_S = 2.0
+# Seconds of the thread for a step and for each of its positions, beside what is measured here: launches on the device,
+# a real speech detector.
+LAUNCH_S, LAUNCH_POSITION_S = 0.0006, 8e-6
 # Samples of an item of one position.
 SAMPLES = SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look_ahead_samples
 PAYLOAD = np.random.default_rng(0).standard_normal(SAMPLES, np.float32)
-JOINED_PAYLOAD = np.resize(PAYLOAD, SAMPLES + (JOINED - 1) * SPEC.samples_per_position)
+# By the positions of an item, from 1 on.
+PAYLOADS = [np.resize(PAYLOAD, SAMPLES + further * SPEC.samples_per_position) for further in range(JOINED)]
 
 
-@dataclass
 class Clock:
-    now: float = 0.0
+    """Simulated time. Whatever the thread does takes `work_s`."""
+
+    def __init__(self, work_s: float = 0.0) -> None:
+        self.now = 0.0
+        self._work_s = work_s
 
     def ns(self) -> int:
         return int(1e9 * self.now)
+
+    def seconds(self) -> float:
+        return self.now
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+        self.now += self._work_s
+
+
+class ThreadClock(Clock):
+    """Simulated time, which goes on while the thread works, by `factor` of the time that it takes here."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        # Seconds in which the thread worked.
+        self.worked = 0.0
+        self._factor = factor
+        self._mark: int | None = None
+
+    def count(self) -> None:
+        """Add the thread's time since the last call."""
+        if self._mark is not None:
+            now = time.thread_time_ns()
+            self.work(self._factor * (now - self._mark) / 1e9)
+            self._mark = now
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+        self.worked += seconds
+
+    def seconds(self) -> float:
+        self.count()
+        return self.now
+
+    def ns(self) -> int:
+        return int(1e9 * self.seconds())
+
+    def run(self, work: Callable[[], None]) -> None:
+        self._mark = time.thread_time_ns()
+        work()
+        self.count()
+        self._mark = None
 
 
 class CostlyRunner(NullRunner):
@@ -98,6 +149,27 @@ class CostlyRunner(NullRunner):
         return cost
 
 
+class Device(CostlyRunner):
+    """A runner whose launches take time of the thread."""
+
+    def __init__(self, clock: ThreadClock, slow: float) -> None:
+        super().__init__(clock, slow)
+        self._thread = clock
+
+    def launch(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> Callable[[], list[DecodeResult]]:
+        self._thread.count()
+        # The positions of a rebuilt stream are one batch.
+        rows = len(plan.decode) if plan.rebuilt_positions else sum(task.end - task.start for task in plan.decode)
+        self._thread.work(LAUNCH_S + LAUNCH_POSITION_S * rows)
+        wait = super().launch(plan, time_is_up)
+
+        def results() -> list[DecodeResult]:
+            self._thread.count()
+            return wait()
+
+        return results
+
+
 @dataclass
 class Session:
     """One stream of a gateway. `known`: positions of its replay."""
@@ -117,17 +189,22 @@ class Session:
     def next_piece(self) -> Queued | None:
         """The next piece of the replay, for the `SendQueue`."""
         if self.sent < self.known:
-            piece = self._feed(self.sent, JOINED, JOINED_PAYLOAD)
+            piece = self._feed(self.sent, JOINED)
             self.sent += JOINED
             return piece
-        return self.waiting.pop(0) if self.waiting else None
+        if not self.waiting:
+            return None
+        # Frames that came meanwhile are joined, too.
+        count = min(len(self.waiting), JOINED)
+        first, self.waiting = self.waiting[0][1][0].offset, self.waiting[count:]
+        return self._feed(first, count)
 
     def frame(self, position: int) -> Queued:
-        return self._feed(position, 1, PAYLOAD)
+        return self._feed(position, 1)
 
-    def _feed(self, position: int, length: int, payload: Any) -> Queued:
+    def _feed(self, position: int, length: int) -> Queued:
         key = f"{self.name[-6:]}{position:010d}".encode()
-        item = Item(position, length, position * SPEC.samples_per_position, key, payload)
+        item = Item(position, length, position * SPEC.samples_per_position, key, PAYLOADS[length - 1])
         return messages.Feed(self.name, []), [item]
 
 
@@ -185,11 +262,13 @@ class Simulation:
         self.clock, self._options = clock, options
         limits = room_for(options.live + options.rebuilt, REBUILT_SPEC, step_positions=MAX_REBUILT)
         limits = replace(limits, rebuild_positions=MAX_REBUILT)
-        runner = CostlyRunner(self.clock, options.slow)
+        runner = CostlyRunner(clock, options.slow)
+        if isinstance(clock, ThreadClock):
+            runner = Device(clock, options.slow)
         scheduler = Scheduler(REBUILT_SPEC, limits, runner.vocabulary)
         loop = EngineLoop(scheduler, runner, NullDetector(SPEC.sample_rate), clock=self.clock.ns)
         self._line = Line()
-        self._host = EngineHost(loop, self._line, "engine", lambda: self.clock.now)  # type: ignore[arg-type]
+        self._host = EngineHost(loop, self._line, "engine", self.clock.seconds)  # type: ignore[arg-type]
         self.gateways = [Gateway(number) for number in range(options.gateways)]
         self._by_name = {gateway.name: gateway for gateway in self.gateways}
         # By session: when its next frame is complete, and the position of that frame.
@@ -222,7 +301,8 @@ class Simulation:
     def _open(self, number: int, known: int) -> None:
         gateway, name = self.gateways[number % len(self.gateways)], f"item_{number:06d}"
         gateway.sessions[name] = Session(name, known, begun_at=self.clock.now)
-        self._frames[name] = self.clock.now + FRAME_S * (number % 97) / 97, known
+        away_s = self._options.away if known else 0.0
+        self._frames[name] = self.clock.now - away_s + FRAME_S * (number % 97) / 97, known
         gateway.queue.put((messages.Open(name, forced_tokens=[1] * known), []))
 
     def _send_frames(self) -> None:
@@ -242,8 +322,7 @@ class Simulation:
     def _tick(self) -> None:
         for gateway in self.gateways:
             self._line.arriving.extend((gateway.name, frames) for frames in gateway.batches())
-        self._host.tick()
-        self.clock.now += self._options.host_ms / 1000
+        self.clock.run(self._host.tick)
         for name, frames in self._line.left:
             message = codec.decode([bytes(frames[0])], to_engine=False)
             lags = self._by_name[name].hear(message, self.clock.now)
@@ -252,7 +331,7 @@ class Simulation:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    clock = Clock()
+    clock = ThreadClock(options.thread) if options.thread else Clock(options.host_ms / 1000)
     with mock.patch.object(time, "monotonic_ns", clock.ns):
         simulation = Simulation(options, clock)
         simulation.run()
@@ -281,6 +360,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--gateways", type=int, default=6)
     parser.add_argument("--slow", type=float, default=1.6)
     parser.add_argument("--host-ms", type=float, default=12.0, help="time of the host between two steps")
+    parser.add_argument("--thread", type=float, help="instead: its measured time, times this")
+    parser.add_argument("--away", type=float, default=0.0, help="seconds of audio that came while there was no engine")
     parser.add_argument("--at-a-time", type=int, default=MAX_MIGRATING, help="rebuilt streams of a gateway at a time")
     parser.add_argument("--seconds", type=float, default=16.0, help="simulated seconds from the first rebuild on")
     run_command(parser, arguments, measure, live=12, rebuilt=4, gateways=2, seconds=2.0)

@@ -21,7 +21,8 @@ Several loads share one start: SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]].
 
 --join-later N: halfway through the counted time, N more sessions join within five seconds. --drain N: N more sessions
 are on a second engine of the same device, which is drained halfway. Both compare the lags of the first sessions before
-and after that moment, and tell those of the N.
+and after that moment, and tell those of the N. --kill: halfway, the engine is killed and started again. The figures are
+the seconds until it has started (`back_s`) and, from then on, until the next text of each session.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ ASK_EVERY_S = 0.5
 # Seconds in which sessions join later, for which sessions speak before their engine is drained, and in which an engine
 # starts beside another.
 LATER_JOIN_S, DRAINED_AFTER_S, SECOND_START_S = 5.0, 30.0, 75.0
+# Texts that come sooner after the engine was killed were on their way before.
+ON_THEIR_WAY_S = 0.5
 # A lag that grows by more than this in a minute counts as growing.
 MAX_GROWTH_MS_PER_MIN = 100.0
 # A model that answers every frame is held to the lag of its words (99th percentile), less its own delay; one that reads
@@ -111,6 +114,8 @@ def measure(server: Server, load: Load, options: argparse.Namespace, spans: list
         counts_from = begins + join_s + prepare_s
         schedule = Schedule(begins, join_s, counts_from, counts_from + options.seconds)
         middle = counts_from + options.seconds / 2
+        if options.kill:
+            schedule = replace(schedule, waits_from=middle + ON_THEIR_WAY_S)
         clients.begin(schedule)
         if options.join_later:
             others.begin(replace(schedule, begins=middle, join_s=LATER_JOIN_S, counts_from=middle + LATER_JOIN_S))
@@ -124,11 +129,19 @@ def measure(server: Server, load: Load, options: argparse.Namespace, spans: list
         if options.drain:
             print("engines before the drain:", [engine["streams"] for engine in server.capacity()["engines"]])
             server.drain_second_engine()
+        back_at = middle
+        if options.kill:
+            server.restart_engine()
+            server.wait_for_restarted_engine()
+            back_at = time.monotonic()
         capacities += watch(server, schedule.counts_until)
         after = {**server.cpu_seconds(), "clients": clients.cpu_seconds()}
         findings = clients.findings()
         cores = {name: (after[name] - before.get(name, 0.0)) / options.seconds for name in after}
         figures = summary(load, options.seconds, findings, cores, capacities)
+        if options.kill:
+            waits = [moment - back_at for found in findings for moment in found.next_texts]
+            figures |= {"back_s": back_at - middle, **percentiles("next_text_s", waits, 50, 95, 100)}
         if later:
             figures |= before_and_after(findings, options.seconds / 2) | of_later(others.findings())
     if not options.drain:
@@ -251,6 +264,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds that are counted, for each load")
     parser.add_argument("--join-later", type=int, default=0, metavar="N", help="sessions that join halfway")
     parser.add_argument("--drain", type=int, default=0, metavar="N", help="sessions whose engine is drained halfway")
+    parser.add_argument("--kill", action="store_true", help="kill the engine halfway, and start it again")
     parser.add_argument("--speakers", action="store_true", help="sessions ask for speaker labels")
     parser.add_argument("--semantic", action="store_true", help="turns end by semantic_vad, with the turn detector")
     add_server_options(parser)

@@ -25,6 +25,8 @@ from engine.options import DEFAULT_MODEL
 
 READY_S = 180.0
 SHOWN_WARNINGS = 20
+# In what an engine logs when it is ready.
+LISTENS = "listens on"
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +127,8 @@ class Server:
         self._on_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
         self._folder = tempfile.TemporaryDirectory(prefix="server-")
         self._children: list[Child] = []
+        # How often the first engine was started.
+        self._starts = 1
         self._addresses = [f"ipc://{self._folder.name}/engine-{number}" for number in range(options.engines + 1)]
         place = f"127.0.0.1:{free_port()}"
         self._origin, self.url = f"http://{place}", f"ws://{place}/v1/realtime"
@@ -161,6 +165,21 @@ class Server:
             self.check()
             if time.monotonic() > deadline:
                 raise RunFailed(f"not all of {count} engines were ready within {READY_S:.0f} s")
+            time.sleep(0.1)
+
+    def restart_engine(self) -> None:
+        """Kill the first engine and start it again."""
+        self.engines[0].kill()
+        self.engines[0].start()
+        self._starts += 1
+
+    def wait_for_restarted_engine(self) -> None:
+        """Wait until the first engine has started again. Raises RunFailed."""
+        deadline = time.monotonic() + READY_S
+        while self.engines[0].said().count(LISTENS) < self._starts:
+            self.check()
+            if time.monotonic() > deadline:
+                raise RunFailed(f"the engine was not ready within {READY_S:.0f} s")
             time.sleep(0.1)
 
     def drain_second_engine(self) -> None:

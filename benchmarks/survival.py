@@ -193,15 +193,10 @@ def compare_spares(options: argparse.Namespace) -> list[Figures]:
 # Clients that resume: the whole server
 
 
-def restart_engine(server: Server) -> None:
-    server.engines[0].kill()
-    server.engines[0].start()
-
-
 # Losses of a server, by kind.
 SERVER_LOSSES: dict[str, Callable[[Server], None]] = {
     "calm": lambda server: None,
-    "engine": restart_engine,
+    "engine": Server.restart_engine,
     "worker": lambda server: os.kill(server.workers()[0], signal.SIGKILL),
     "restart": lambda server: os.kill(server.gateway.pid, signal.SIGUSR2),
 }

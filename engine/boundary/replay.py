@@ -9,9 +9,8 @@ has computed and a new one needs, decides when audio may be dropped from the log
 engine is sent. Text that was received is not repeated; text that was lost is produced again.
 
 - Frame-synchronous models (`TokenHistory`): a replay is the audio of the attention window, at most `limits.replay_s`,
-  and the tokens for it, which the new engine repeats without sending their text again. Items with known tokens are
-  joined when they are sent (`join_known`), because receiving an item costs an engine about as much time as computing a
-  position.
+  and the tokens for it, which the new engine repeats without sending their text again. Items are joined when they are
+  sent (`join_replayed`), because receiving an item costs an engine about as much time as computing a position.
 - Windowed models (`SavedWindow`): a replay is the state that came with the last text, and the audio from which that
   state continues.
 """
@@ -22,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from msgspec import structs
@@ -187,25 +186,29 @@ JOINED_POSITIONS = 16
 _JOINED = b"joined"
 
 
-def join_known(items: Iterable[Item], tokens: Sequence[int], spec: ModelSpec) -> list[Item]:
-    """Join consecutive items of a replay whose tokens are known. Skipped positions are not joined: the engine passes
-    over whole items faster."""
+def join_replayed(items: Iterable[Item], tokens: Sequence[int], spec: ModelSpec) -> list[Item]:
+    """Join consecutive items of a replay: those whose tokens are known, and those whose tokens are not. Skipped
+    positions are not joined: the engine passes over whole items faster."""
 
-    def is_known(item: Item) -> bool:
+    def is_known(item: Item) -> bool | None:
         index = item.offset - spec.prefix_positions
-        return 0 <= index < len(tokens) and tokens[index] != SKIPPED
+        if not 0 <= index < len(tokens):
+            return False
+        return True if tokens[index] != SKIPPED else None
 
     return join(items, spec, is_known)
 
 
-def join(items: Iterable[Item], spec: ModelSpec, chosen: Callable[[Item], bool] | None = None) -> list[Item]:
-    """Join consecutive items of one position, up to `JOINED_POSITIONS` each; only those that are `chosen`, if given.
+def join(items: Iterable[Item], spec: ModelSpec, kind_of: Callable[[Item], Any] = lambda item: "") -> list[Item]:
+    """Join consecutive items of one position and of the same kind, up to `JOINED_POSITIONS` each; none whose kind is
+    None.
 
     The payload of a joined item has the samples of all its positions once, with the look-back before the first and the
     look-ahead after the last.
     """
     joined: list[Item] = []
     run: list[Item] = []
+    run_kind: Any = None
 
     def end_run() -> None:
         if run:
@@ -213,13 +216,15 @@ def join(items: Iterable[Item], spec: ModelSpec, chosen: Callable[[Item], bool] 
             run.clear()
 
     for item in items:
-        if not _may_be_joined(item) or (chosen is not None and not chosen(item)):
+        kind = kind_of(item) if _may_be_joined(item) else None
+        if kind is None:
             end_run()
             joined.append(item)
             continue
-        if run and (len(run) == JOINED_POSITIONS or not _continues(run[-1], item, spec)):
+        if run and (len(run) == JOINED_POSITIONS or kind != run_kind or not _continues(run[-1], item, spec)):
             end_run()
         run.append(item)
+        run_kind = kind
     end_run()
     return joined
 

@@ -33,7 +33,7 @@ from engine.boundary.replay import (
     StreamLimits,
     TurnRuleChange,
     join,
-    join_known,
+    join_replayed,
     replay_state_for,
 )
 from engine.client.link import EngineLink, ItemRefused, Queued
@@ -259,9 +259,21 @@ class Delivery:
         if not self.is_open or not self._waiting:
             return None
         command, items = self._waiting.popleft()
+        if not self._spec.rereads_window:
+            items = join_replayed(self._with_next(items), self._tokens, self._spec)
         if not self._waiting:
             self._on_done()
-        return command, join_known(items, self._tokens, self._spec)
+        return command, items
+
+    def _with_next(self, items: list[Item]) -> list[Item]:
+        """These items of a Feed, with those of the next ones, `REPLAY_ITEMS` in all. Audio that came while the replay
+        waited is in commands of one item."""
+        items = list(items)
+        while items and self._waiting and len(items) + len(self._waiting[0][1]) <= REPLAY_ITEMS:
+            if not isinstance(self._waiting[0][0], messages.Feed):
+                break
+            items += self._waiting.popleft()[1]
+        return items
 
     def abort(self) -> bool:
         """Send nothing more, and make the engine drop the stream. Returns False if the Open was never sent."""

@@ -70,7 +70,7 @@ TICKS_SECONDS = 0.5
 # less if it is busy for less than the second share. A busy thread alone is no reason: while ticks are short, more work
 # makes them fewer and longer, and then each stream costs less. Positions of one message are computed in one pass each,
 # so longer messages cost the device more, and words come later by up to the time of their positions.
-THREAD_BUSY_SHARE, THREAD_CALM_SHARE = 0.85, 0.7
+THREAD_BUSY_SHARE, THREAD_CALM_SHARE = 0.85, 0.75
 LONG_TICK_SHARE = 0.35
 MAX_MESSAGE_POSITIONS = 4
 # The engine is busy if a tick takes more than the first share of a position's time, or if more than this share of its

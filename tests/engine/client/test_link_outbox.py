@@ -15,6 +15,7 @@ import zmq
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import decode_commands
+from engine.boundary.items import make_cutter, prepare
 from engine.boundary.replay import FlushRequest, Replay
 from engine.boundary.sockets import SILENCE_SECONDS
 from engine.client import link as link_module
@@ -205,6 +206,33 @@ async def test_streams_take_turns_and_all_of_every_replay_arrives_in_order() -> 
     moved["moved 3"].send(Flush("moved 3", 9))
     await turns()
     assert isinstance(commands_of(socket.batches[-1])[0], messages.Flush)
+    link.close()
+
+
+async def test_audio_that_came_while_a_replay_waited_is_joined_up_to_the_next_command() -> None:
+    """An engine that was away for half a minute has hundreds of positions of each stream to take in."""
+    link, socket = await connected()
+    cutter = make_cutter(fakes.FRAMES)
+    cut = prepare(cutter, cutter.cut(fakes.speech(5.0, 1)), fakes.FRAMES)
+    delivery = Delivery(
+        link, Open("w"), Replay(0, 0, list(cut[:8]), [7] * 8), fakes.FRAMES, finished=False, on_done=_nothing
+    )
+    for item in cut[8:18]:
+        delivery.send(Feed("w", []), [item])
+    delivery.send(Flush("w", 1))
+    for item in cut[18:40]:
+        delivery.send(Feed("w", []), [item])
+    delivery.opened()
+    await turns()
+    sent = [command for batch in socket.batches for command in commands_of(batch)][1:]
+    assert [[item.length for item in command.items] if isinstance(command, Feed) else "flush" for command in sent] == [
+        [8, 8],  # with known tokens, and without
+        [2],
+        "flush",
+        [16],
+        [6],
+    ]
+    assert delivery.is_done
     link.close()
 
 

@@ -88,7 +88,7 @@ def on_device(loop: EngineLoop) -> EngineLoop:
     return loop
 
 
-BUSY, CALM, BETWEEN = ([50.0] * 19, 50.0, 0.0), ([10.0] * 99, 500.0, 0.0), ([20.0] * 48, 260.0, 0.0)
+BUSY, CALM, BETWEEN = ([50.0] * 19, 50.0, 0.0), ([10.0] * 99, 500.0, 0.0), ([20.0] * 48, 160.0, 0.0)
 
 
 def test_while_the_thread_is_busy_gateways_are_asked_for_longer_messages(on_device: EngineLoop) -> None:
