@@ -199,7 +199,7 @@ def join_replayed(items: Iterable[Item], tokens: Sequence[int], spec: ModelSpec)
     return join(items, spec, is_known)
 
 
-def join(items: Iterable[Item], spec: ModelSpec, kind_of: Callable[[Item], Any] = lambda item: "") -> list[Item]:
+def join(items: Iterable[Item], spec: ModelSpec, kind_of: Callable[[Item], Any] = lambda item: True) -> list[Item]:
     """Join consecutive items of one position and of the same kind, up to `JOINED_POSITIONS` each; none whose kind is
     None.
 

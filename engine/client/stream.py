@@ -924,10 +924,8 @@ class EngineStream:
         return not self.outputs.full and (self.placement.link is None or self.placement.link.has_room)
 
     def _cut_and_send(self, samples: NDArray[np.float32]) -> None:
-        held = self._held
-        if not (self._unanswered or self._ended) and held.may_wait(
-            samples, self._message_samples, self._cutter.samples_in
-        ):
+        held, sent = self._held, self._cutter.samples_in
+        if not (self._unanswered or self._ended) and held.may_wait(samples, self._message_samples, sent):
             held.add(samples)
             if self._held_timer is None:
                 self._held_timer = asyncio.get_running_loop().call_later(HELD_SECONDS, self._send_held)

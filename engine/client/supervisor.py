@@ -215,6 +215,7 @@ class Supervisor:
         """Keep the engine running and connected until the task is cancelled."""
         backoff = MIN_BACKOFF_S
         while True:
+            began = self._clock()
             try:
                 await self._wait_for_turn(pooled)
                 await self._connect(pooled)
@@ -229,7 +230,8 @@ class Supervisor:
                 if pooled.problem != str(error):
                     logger.error("the engine at %s cannot be used: %s", pooled.engine.address, error)
                 pooled.problem = str(error)
-                await asyncio.sleep(backoff)
+                # An attempt waits for the engine, too. A longer pause would only find it later.
+                await asyncio.sleep(max(MIN_BACKOFF_S, backoff - (self._clock() - began)))
                 backoff = min(2 * backoff, MAX_BACKOFF_S)
                 continue
             backoff, pooled.problem = MIN_BACKOFF_S, ""

@@ -29,6 +29,7 @@ RUNS = {
     "rebuild_lag": ["before", "meanwhile", "pause of a rebuilt stream"],
     "engine_capacity": ["lag p99", "plan p50", "largest N that holds"],
     "server_capacity": ["2 sessions, 24 kHz, appends of 50 ms", "lag p99", "gateway us per append"],
+    "server_capacity --kill": ["back s", "next text s p50"],
     "accuracy": ["wer", "emission delay p50", "File is", "Live is"],
     "speakers": ["wrong speaker", "diarisation error rate", "invented speakers", "label delay p95"],
     "start": ["ready", "first caption", "first text", "engine imports", "model load", "warm up"],

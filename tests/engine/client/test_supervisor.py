@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -17,12 +18,13 @@ from engine.boundary.items import make_cutter, prepare
 from engine.boundary.replay import StreamLimits
 from engine.client import recovery, supervisor
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.pool import EnginePool
+from engine.client.pool import EnginePool, PooledEngine
 from engine.client.recovery import Recovery
 from engine.client.stream import EngineStream
 from engine.core import scheduler
 from engine.core.plan import Moves
 from engine.core.scheduler import Limits, Scheduler
+from engine.errors import EngineUnreachable
 from engine.messages import Abort, Closed, Dead, Feed, Finish, Flush, Open, Opened
 from engine.server.loop import EngineLoop
 from engine.spec import KvGroup
@@ -412,3 +414,39 @@ async def test_a_migration_that_does_not_end_holds_up_the_others_for_a_bounded_t
     migrations = recovery.Migrations(pool, waits, lambda stream: stream, lambda: now)
     assert migrations._migrating_count(now) == 1
     assert migrations._migrating_count(now + recovery.MIGRATION_COUNTS_SECONDS) == 0
+
+
+@pytest.mark.parametrize(
+    ("attempt_s", "pauses"),
+    [(0.0, [0.25, 0.5, 1.0, 2.0, 4.0, 5.0, 5.0]), (1.5, [0.25] * 3 + [0.5, 2.5, 3.5]), (10.0, [0.25] * 4)],
+)
+async def test_a_pause_before_the_next_attempt_is_shorter_by_the_time_of_the_last_one(
+    attempt_s: float, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attempt waits until the engine answers, for up to ten seconds. In a pause nobody would hear it."""
+    client = EngineClient([LoopEngine("e0", fakes.build)], ClientSettings())
+    await client.start()
+    running, absent = client.supervisor, PooledEngine(LoopEngine("e1", fakes.build))
+    running.pool.all.append(absent)
+    now, slept = [0.0], list[float]()
+
+    async def connect(pooled: Any) -> None:
+        now[0] += attempt_s
+        raise EngineUnreachable("no engine answers")
+
+    async def sleep(seconds: float) -> None:
+        now[0] += seconds
+        slept.append(seconds)
+        if len(slept) == len(pauses):
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(supervisor, "MIN_BACKOFF_S", 0.25)
+    monkeypatch.setattr(supervisor, "MAX_BACKOFF_S", 5.0)
+    monkeypatch.setattr(running, "_clock", lambda: now[0])
+    monkeypatch.setattr(running, "_connect", connect)
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "sleep", sleep)
+        with pytest.raises(asyncio.CancelledError):
+            await running._keep_connected(absent)
+    assert slept == pytest.approx(pauses)
+    await client.close()
