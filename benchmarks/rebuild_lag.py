@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -28,28 +29,29 @@ from benchmarks.host_cost import Line
 from benchmarks.measuring import parser_of, run_command, show
 from engine import messages
 from engine.boundary import codec
+from engine.boundary.replay import JOINED_POSITIONS
 from engine.boundary.sockets import Numbering
 from engine.client.link import SAMPLE_BYTES, OutgoingBatch, Queued, SendQueue
 from engine.client.recovery import MAX_MIGRATING
+from engine.client.stream import REPLAY_ITEMS
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.messages import Item
 from engine.runner.base import never
+from engine.runner.frames.memory import EMBEDS_PER_STREAM, REPLAY_POSITIONS
+from engine.runner.frames.runner import CHUNK_STREAMS, LONGEST_CHUNK, REBUILD_POSITIONS, pass_bounds
 from engine.server.host import EngineHost
 from engine.server.loop import EngineLoop
 from realtime.bench.statistics import percentile
 
 FRAME_S = 0.08
-# Positions of a joined item of a replay.
-JOINED = 16
 # Positions that are rebuilt of each stream: the decoder's window.
 WINDOW = 1024
-REBUILT_SPEC = replace(SPEC, replay_positions=4 * JOINED)
-# Most positions of a rebuilding step.
-MAX_REBUILT = 4096
-# Seconds of a step of live streams, for each of them, of a step that rebuilds, and for each of its positions.
+REBUILT_SPEC = replace(SPEC, replay_positions=REPLAY_POSITIONS, embeds_per_stream=EMBEDS_PER_STREAM)
+# Seconds of a step of live streams, and for each of them.
 LIVE_STEP_S, LIVE_STREAM_S = 0.005, 72e-6
-REBUILD_STEP_S, REBUILT_POSITION_S = 0.003, 30e-6
+# Seconds of a pass of chunks of rebuilt streams: at least the first value, else the second and the third for each.
+CHUNKS_S, PASS_S, CHUNK_S = 0.0054, 0.0012, 490e-6
 REBUILD_FROM_S = 2.0
 # Seconds of the thread for a step and for each of its positions, beside what is measured here: launches on the device,
 # a real speech detector.
@@ -58,7 +60,7 @@ LAUNCH_S, LAUNCH_POSITION_S = 0.0006, 8e-6
 SAMPLES = SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look_ahead_samples
 PAYLOAD = np.random.default_rng(0).standard_normal(SAMPLES, np.float32)
 # By the positions of an item, from 1 on.
-PAYLOADS = [np.resize(PAYLOAD, SAMPLES + further * SPEC.samples_per_position) for further in range(JOINED)]
+PAYLOADS = [np.resize(PAYLOAD, SAMPLES + further * SPEC.samples_per_position) for further in range(JOINED_POSITIONS)]
 
 
 class Clock:
@@ -138,15 +140,17 @@ class CostlyRunner(NullRunner):
 
     @staticmethod
     def _cost(plan: StepPlan) -> float:
-        cost = 0.0
+        lengths = [task.end - task.start for task in plan.decode]
         if plan.rebuilt_positions:
-            cost = REBUILD_STEP_S + REBUILT_POSITION_S * plan.rebuilt_positions
-        elif plan.decode:
-            # A further position of a stream that catches up is a further pass.
-            lengths = [task.end - task.start for task in plan.decode]
-            passes = [sum(length > number for length in lengths) for number in range(max(lengths))]
-            cost = sum(LIVE_STEP_S + LIVE_STREAM_S * streams for streams in passes)
-        return cost
+            # A chunk that is not full takes as long as a full one.
+            rounds = [sum(length > done for length in lengths) for done in range(0, max(lengths), LONGEST_CHUNK)]
+            most = CHUNK_STREAMS[-1]
+            chunks = [end - start for count in rounds for start, end in pairwise(pass_bounds(count, most))]
+            recorded = [next(size for size in CHUNK_STREAMS if size >= count) for count in chunks]
+            return sum(max(CHUNKS_S, PASS_S + CHUNK_S * count) for count in recorded)
+        # A further position of a stream that catches up is a further pass.
+        passes = [sum(length > number for length in lengths) for number in range(max(lengths, default=0))]
+        return sum(LIVE_STEP_S + LIVE_STREAM_S * streams for streams in passes)
 
 
 class Device(CostlyRunner):
@@ -186,26 +190,31 @@ class Session:
     # When the first frame after the replay was computed.
     continued_at: float | None = None
 
+    @property
+    def is_rebuilt(self) -> bool:
+        return self.sent < self.known
+
     def next_piece(self) -> Queued | None:
         """The next piece of the replay, for the `SendQueue`."""
-        if self.sent < self.known:
-            piece = self._feed(self.sent, JOINED)
-            self.sent += JOINED
-            return piece
-        if not self.waiting:
+        first = self.sent
+        self.sent = end = min(first + REPLAY_ITEMS, max(first, self.known) + len(self.waiting))
+        if first == end:
             return None
+        known = min(max(first, self.known), end)
         # Frames that came meanwhile are joined, too.
-        count = min(len(self.waiting), JOINED)
-        first, self.waiting = self.waiting[0][1][0].offset, self.waiting[count:]
-        return self._feed(first, count)
+        self.waiting = self.waiting[end - known :]
+        return messages.Feed(self.name, []), [*self._items(first, known), *self._items(known, end)]
 
     def frame(self, position: int) -> Queued:
-        return self._feed(position, 1)
+        return messages.Feed(self.name, []), self._items(position, position + 1)
 
-    def _feed(self, position: int, length: int) -> Queued:
-        key = f"{self.name[-6:]}{position:010d}".encode()
-        item = Item(position, length, position * SPEC.samples_per_position, key, PAYLOADS[length - 1])
-        return messages.Feed(self.name, []), [item]
+    def _items(self, start: int, end: int) -> list[Item]:
+        items = []
+        for position in range(start, end, JOINED_POSITIONS):
+            length = min(JOINED_POSITIONS, end - position)
+            key = f"{self.name[-6:]}{position:010d}".encode()
+            items.append(Item(position, length, position * SPEC.samples_per_position, key, PAYLOADS[length - 1]))
+        return items
 
 
 class Gateway:
@@ -242,8 +251,7 @@ class Gateway:
         if isinstance(message, (codec.Update, codec.Beat)):
             for batch in self.numbering.acknowledged(message.ack):
                 self.queue.acknowledged(batch)
-        if message.status.replay_positions:
-            self.queue.window_bytes = message.status.replay_positions * SPEC.samples_per_position * SAMPLE_BYTES
+        self.queue.allow_replays(message.status.replay_positions, SPEC.samples_per_position * SAMPLE_BYTES)
         return lags
 
     @staticmethod
@@ -260,8 +268,8 @@ class Gateway:
 class Simulation:
     def __init__(self, options: argparse.Namespace, clock: Clock) -> None:
         self.clock, self._options = clock, options
-        limits = room_for(options.live + options.rebuilt, REBUILT_SPEC, step_positions=MAX_REBUILT)
-        limits = replace(limits, rebuild_positions=MAX_REBUILT)
+        limits = room_for(options.live + options.rebuilt, REBUILT_SPEC, step_positions=REBUILD_POSITIONS)
+        limits = replace(limits, rebuild_positions=REBUILD_POSITIONS)
         runner = CostlyRunner(clock, options.slow)
         if isinstance(clock, ThreadClock):
             runner = Device(clock, options.slow)

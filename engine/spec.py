@@ -85,6 +85,11 @@ class ModelSpec:
     options: Options = Options()
 
     @property
+    def replay_part(self) -> int:
+        """Rebuilds compute multiples of so many positions; fewer are less efficient."""
+        return max(1, self.replay_positions // 4)
+
+    @property
     def upload_positions(self) -> int:
         """Positions that an upload to a windowed model must have for a step while more audio is expected: a window and
         one stride. With that much audio it is known where utterances end in the window, so windows do not depend on

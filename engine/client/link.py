@@ -151,9 +151,13 @@ BATCH_BYTES = 2 * 1024 * 1024
 # Most bytes of replays that may be sent and not acknowledged. An engine with live streams allows less
 # (`Status.replay_positions`).
 REPLAY_WINDOW_BYTES = 32 * 1024 * 1024
-# Replays that are sent in turn; the others wait until one of these is done. An engine rebuilds a few streams at once as
-# fast as many, and a rebuilt stream continues while the others wait.
+# Replays that are sent in turn; the others wait until one of these is done. An engine rebuilds a few streams as fast as
+# many, and a rebuilt stream continues while the others wait. So there are no more than that each stream has these
+# positions under way: one step's, and the next one's.
 MAX_PARALLEL_REPLAYS = 64
+POSITIONS_A_REPLAY = 128
+# Pieces of audio that is rebuilt between two other pieces.
+REBUILT_PIECES = 4
 # Bytes of one sample of a payload.
 SAMPLE_BYTES = 4
 # Upper bound for the encoded position and hash of one item.
@@ -171,22 +175,34 @@ Queued = tuple[messages.Command | None, list[messages.Item]]
 class PacedSource(Protocol):
     """Something large that a `SendQueue` sends in pieces: a replay, or items for the engine's cache."""
 
+    @property
+    def is_rebuilt(self) -> bool:
+        """Whether an engine computes the next piece faster than live audio: its tokens are known, or a state is
+        restored."""
+
     def next_piece(self) -> Queued | None:
         """Return the next piece; None if there is none at the moment."""
 
 
 class SendQueue:
-    """Commands that wait to be sent to one engine: live commands first, then replays in turns.
+    """Commands that wait to be sent to one engine: live commands first, then replays, a few in turns.
 
-    A live command is sent with the next batch, however much is being replayed. At most `window_bytes` of replays are
-    unacknowledged; the rest stays with its sources. The engine applies the commands of a gateway in order, so live
-    audio waits there for the replays that were sent before it.
+    A live command is sent with the next batch, however much is being replayed. Of the replays, audio that is rebuilt
+    goes before the rest, so that every stream is rebuilt before the first have caught up. At most `window_bytes` of
+    replays are unacknowledged; the rest stays with its sources. The engine applies the commands of a gateway in order,
+    so live audio waits there for the replays that were sent before it.
     """
 
     def __init__(self) -> None:
         self.window_bytes = REPLAY_WINDOW_BYTES
+        self._parallel_rebuilds = MAX_PARALLEL_REPLAYS
         self._live_commands: deque[Queued] = deque()
-        self._sources: deque[PacedSource] = deque()
+        self._rebuilds: deque[PacedSource] = deque()
+        # The first `_newly_rebuilt` of these were rebuilt just now.
+        self._others: deque[PacedSource] = deque()
+        self._newly_rebuilt = 0
+        # Pieces of rebuilds since the last other one.
+        self._rebuilt_pieces = 0
         # Bytes of replays in each unacknowledged batch, by batch number, and the sum of all.
         self._replays: dict[int, int] = {}
         self._replay_bytes = 0
@@ -199,15 +215,23 @@ class SendQueue:
     @property
     def has_more(self) -> bool:
         """Whether there is something that a batch could carry now."""
-        return bool(self._live_commands) or (bool(self._sources) and self._replay_bytes < self.window_bytes)
+        replays_wait = bool(self._rebuilds or self._others)
+        return bool(self._live_commands) or (replays_wait and self._replay_bytes < self.window_bytes)
+
+    def allow_replays(self, positions: int, position_bytes: int) -> None:
+        """The engine allows so many positions of replays under way; 0: it sets no bound."""
+        allowed = positions * position_bytes or REPLAY_WINDOW_BYTES
+        self.window_bytes = min(allowed, REPLAY_WINDOW_BYTES)
+        parallel = -(-positions // POSITIONS_A_REPLAY) if positions else MAX_PARALLEL_REPLAYS
+        self._parallel_rebuilds = min(parallel, MAX_PARALLEL_REPLAYS)
 
     def put(self, queued: Queued) -> None:
         self._live_commands.append(queued)
 
     def add_source(self, source: PacedSource) -> None:
         """Ask this source for pieces until it returns None."""
-        if source not in self._sources:
-            self._sources.append(source)
+        if source not in self._rebuilds and source not in self._others:
+            (self._rebuilds if source.is_rebuilt else self._others).append(source)
 
     def fill(self, number: int, add: Callable[[Queued], int]) -> None:
         """Pass what the batch with this number carries to `add`, one command at a time; `add` returns its size in
@@ -224,14 +248,29 @@ class SendQueue:
     def _add_replays(self, add: Callable[[Queued], int], size: int) -> int:
         """Add pieces of the first sources in turn, about `size` bytes; returns the bytes added."""
         added = 0
-        while self._sources and added < size and self._replay_bytes + added < self.window_bytes:
-            source = self._sources.popleft()
-            piece = source.next_piece()
+        while (self._rebuilds or self._others) and added < size and self._replay_bytes + added < self.window_bytes:
+            source = self._next_source()
+            was_rebuilt, piece = source.is_rebuilt, source.next_piece()
             if piece is None:
                 continue
-            self._sources.insert(MAX_PARALLEL_REPLAYS - 1, source)
+            if source.is_rebuilt:
+                self._rebuilds.insert(self._parallel_rebuilds - 1, source)
+            elif was_rebuilt:
+                # It gets the first of its new audio soon.
+                self._others.insert(self._newly_rebuilt, source)
+                self._newly_rebuilt += 1
+            else:
+                self._others.append(source)
             added += add(piece)
         return added
+
+    def _next_source(self) -> PacedSource:
+        if self._rebuilds and (self._rebuilt_pieces < REBUILT_PIECES or not self._others):
+            self._rebuilt_pieces += 1
+            return self._rebuilds.popleft()
+        self._rebuilt_pieces = 0
+        self._newly_rebuilt = max(0, self._newly_rebuilt - 1)
+        return self._others.popleft()
 
     def acknowledged(self, number: int) -> None:
         """The engine has acknowledged this batch."""
@@ -647,8 +686,7 @@ class EngineLink:
 
     def _set_status(self, status: codec.Status) -> None:
         self.status, before = status, self.outbox.window_bytes
-        allowed = status.replay_positions * self._position_bytes
-        self.outbox.window_bytes = min(allowed or REPLAY_WINDOW_BYTES, REPLAY_WINDOW_BYTES)
+        self.outbox.allow_replays(status.replay_positions, self._position_bytes)
         if self.outbox.window_bytes > before and self.outbox.has_more:
             self._schedule_batch()
 

@@ -176,6 +176,8 @@ PIECE_BYTES = 64 * 1024
 class Injection:
     """Items that are being sent to one engine: a `PacedSource` of its link until all are sent."""
 
+    is_rebuilt = False
+
     def __init__(self, items: Sequence[Item]) -> None:
         self.all_sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting = deque(items)

@@ -114,8 +114,8 @@ class Recovery:
                 self.held.add(stream)
 
     def release(self, streams: list[EngineStream]) -> None:
-        """The crash suspects are known: streams that have not been ended may be reopened."""
-        for stream in streams:
+        """The crash suspects are known: streams that have not been ended may be reopened, those with speech first."""
+        for stream in sorted(streams, key=lambda stream: stream.is_silent):
             if stream in self.held:
                 self.held.remove(stream)
                 self.waiting.append(stream)

@@ -52,8 +52,9 @@ from engine.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
-# Items of a replay in one command: few enough for many streams to be sent in turn.
-REPLAY_ITEMS = JOINED_POSITIONS
+# Items of a replay in one command, before they are joined: what a rebuild computes of a stream in one step
+# (`ModelSpec.replay_positions`), and few enough for several streams to be sent in turn.
+REPLAY_ITEMS = 4 * JOINED_POSITIONS
 # Outputs that may wait for a reader before the stream accepts no more audio.
 MAX_QUEUED_OUTPUTS = 1024
 # Outputs after which a stream has ended.
@@ -211,6 +212,8 @@ class Delivery:
         # Whether the engine has accepted the stream.
         self.is_open = False
         self._tokens, self._spec = replay.forced_tokens, spec
+        # Positions below this have been sent.
+        self._sent_until = spec.prefix_positions
         self._stream = opening.stream
         self._link = link
         self._on_done = on_done
@@ -230,6 +233,7 @@ class Delivery:
         delivery = cls.__new__(cls)
         delivery.is_open, delivery._stream, delivery._link = True, stream, link
         delivery._opening, delivery._waiting, delivery._tokens, delivery._spec = None, deque(), [], spec
+        delivery._sent_until = spec.prefix_positions
         delivery._on_done = lambda: None
         return delivery
 
@@ -252,6 +256,10 @@ class Delivery:
         else:
             self._on_done()
 
+    @property
+    def is_rebuilt(self) -> bool:
+        return self._spec.rereads_window or self._sent_until < self._spec.prefix_positions + len(self._tokens)
+
     def next_piece(self) -> Queued | None:
         if self._opening is not None:
             opening, self._opening = self._opening, None
@@ -261,6 +269,8 @@ class Delivery:
         command, items = self._waiting.popleft()
         if not self._spec.rereads_window:
             items = join_replayed(self._with_next(items), self._tokens, self._spec)
+            if items:
+                self._sent_until = items[-1].offset + items[-1].length
         if not self._waiting:
             self._on_done()
         return command, items
@@ -793,6 +803,11 @@ class EngineStream:
         """
         is_settled = self.target is not None and self.previous_engine.sending_rest is None and not len(self.outputs)
         return is_settled and self.is_open and not self._aborted and self._replay_state.replays_exactly(self.replay_log)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the engine skips the audio, which has been silent for some time."""
+        return self._held.is_skipped
 
     @property
     def is_at_pause(self) -> bool:

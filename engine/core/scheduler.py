@@ -28,7 +28,7 @@ crash.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from operator import attrgetter
@@ -170,10 +170,8 @@ class Planner:
         self._positions = step_positions
         self._rows = step_rows
         self._one_position = not spec.rereads_window and spec.step_positions == 1
-        # Most positions per step of a rebuild, and the fewest that are efficient; rebuilds compute multiples of the
-        # latter.
+        # Most positions per step of a rebuild.
         self._replay_positions = spec.replay_positions
-        self._replay_part = max(1, spec.replay_positions // 4)
         # Streams that are behind, which may compute `_catch_up_positions` positions in one step.
         self._late: Collection[str] = ()
         self._catch_up_positions = 1
@@ -184,8 +182,8 @@ class Planner:
 
     def add_rebuilt(self, queue: list[Stream], most_positions: int) -> list[Stream]:
         """As `add_all`, for rebuilds. The positions are divided among up to `REBUILT_TOGETHER` streams, in multiples of
-        `_replay_part`."""
-        part = self._replay_part
+        `ModelSpec.replay_part`."""
+        part = self._spec.replay_part
         parts = round(most_positions / (part * max(1, min(len(queue), REBUILT_TOGETHER))))
         self._replay_positions = min(max(1, parts) * part, self._spec.replay_positions)
         return self.add_all(queue, most_positions)
@@ -238,6 +236,9 @@ class Planner:
         rows = self._rows_of(stream, base, end)
         if len(rows) < end - base:
             end = base + len(rows)
+            if stream.is_rebuilding and end - start > self._spec.replay_part:
+                end -= (end - start) % self._spec.replay_part
+                del rows[end - base :]
             # The words of an upload must not depend on the load, so it waits until its whole window is prepared. The
             # rows prepared so far stay in the cache.
             if end <= start or (self._spec.rereads_window and not stream.live):
@@ -317,18 +318,20 @@ class Planner:
         """Return the end of the positions that a frame-synchronous model computes next; `computed` if there is no work
         or no budget."""
         start, stop, step = stream.computed, stream.available, self._spec.step_positions
+        if start < stream.forced_until:
+            # Beyond flushes: their text is ended when the step is committed.
+            return self._replay_end(stream)
         if stream.flushes:
             stop = min(stop, stream.flushes[0].position)
-        if start < stream.forced_until:
-            return self._replay_end(start, min(stop, stream.forced_until))
         if self._may_catch_up(stream):
             step = max(step, self._catch_up_positions)
         return min(start + min(step, self._positions), stop)
 
-    def _replay_end(self, start: int, stop: int) -> int:
-        """Return the end of the positions that a rebuild computes next, from `start`, with known tokens up to `stop`.
-        Avoids a remainder that is too short to be efficient."""
-        step, part = self._replay_positions, self._replay_part
+    def _replay_end(self, stream: Stream) -> int:
+        """Return the end of the positions that a rebuild computes next. Avoids a remainder that is too short to be
+        efficient."""
+        start, stop = stream.computed, stream.rebuild_stop(self._spec)
+        step, part = self._replay_positions, self._spec.replay_part
         if step < stop - start < step + part:
             step += part if step + part <= self._spec.replay_positions else -part
         if self._positions < min(step, stop - start):
@@ -623,9 +626,9 @@ class Scheduler:
 
     @property
     def rebuild_backlog(self) -> int:
-        """Positions of rebuilds whose audio has arrived and that are not computed."""
+        """Positions of rebuilds that could be computed now."""
         streams = (self.streams[name] for name in self.rebuilding)
-        return sum(min(stream.available, stream.forced_until) - stream.computed for stream in streams)
+        return sum(stream.rebuild_stop(self.spec) - stream.computed for stream in streams)
 
     @property
     def others_wait(self) -> bool:
@@ -732,13 +735,9 @@ class Scheduler:
                 if problem:
                     self.fail(StreamFailed(task.stream, f"the model failed on this stream: {problem}"))
                     continue
-                stream.computed, stream.stride = task.end, result.stride or stream.stride
+                self._commit_text(stream, task, result, outputs)
                 if self.recovering:
                     self._note_recovery(stream)
-                ends = not rereads and bool(stream.flushes) and stream.flushes[0].position <= task.end
-                text = stream.text.commit(task.start, result, ends)
-                if text is not None:
-                    outputs.append(text)
                 keep = result.keep_from if rereads and not task.final else task.end
                 if keep is not None:
                     self._release_before(stream, keep)
@@ -751,6 +750,23 @@ class Scheduler:
             except Exception as error:
                 self.unexpected_errors.append((task.stream, error))
         return outputs + self.take_replies()
+
+    def _commit_text(self, stream: Stream, task: DecodeTask, result: DecodeResult, outputs: list[Output]) -> None:
+        """Commit the tokens of a task. Its positions may reach beyond flushes: the text ends at each, and the flush is
+        answered before the tokens after it are added."""
+        start = task.start
+        flushes: Sequence[FlushMark] = () if self.spec.rereads_window else stream.flushes
+        while flushes and start < flushes[0].position < task.end:
+            stream.computed = position = flushes[0].position
+            text = stream.text.commit(start, DecodeResult(result.tokens[: position - start]), ends_segment=True)
+            if text is not None:
+                outputs.append(text)
+            self._answer_flushes(stream, position, outputs)
+            start, result = position, DecodeResult(result.tokens[position - start :])
+        stream.computed, stream.stride = task.end, result.stride or stream.stride
+        text = stream.text.commit(start, result, bool(flushes) and flushes[0].position <= task.end)
+        if text is not None:
+            outputs.append(text)
 
     def check_integrity(self) -> None:
         """Check all bookkeeping against the streams. Raises AssertionError."""
@@ -1025,7 +1041,15 @@ class Scheduler:
     def _settle(self, stream: Stream, outputs: list[Output]) -> None:
         """Answer the flushes that the stream has reached; close it if it is finished, else queue it if it has work."""
         # A windowed model reads the audio after `base` again, so its text is final only before `base`.
-        reached = stream.base if self.spec.rereads_window else stream.computed
+        self._answer_flushes(stream, stream.base if self.spec.rereads_window else stream.computed, outputs)
+        if stream.finished and not stream.flushes:
+            outputs.append(Closed(stream.id, stream.clock.end_sample))
+            self._close(stream)
+        else:
+            self._queue_if_due(stream)
+
+    def _answer_flushes(self, stream: Stream, reached: int, outputs: list[Output]) -> None:
+        """Answer the flushes up to position `reached`."""
         flushes = stream.flushes
         while flushes and flushes[0].position <= reached:
             mark = flushes.popleft()
@@ -1036,11 +1060,6 @@ class Scheduler:
             if mark.resume_at is not None:
                 self._skip_to(stream, mark.resume_at)
                 reached = stream.base
-        if stream.finished and not flushes:
-            outputs.append(Closed(stream.id, stream.clock.end_sample))
-            self._close(stream)
-        else:
-            self._queue_if_due(stream)
 
     def _close(self, stream: Stream) -> None:
         del self.streams[stream.id]

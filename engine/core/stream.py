@@ -500,8 +500,17 @@ class Stream:
         self.new_pages = [(group, *entry) for group, ring in enumerate(self.rings) for entry in ring.restore()]
         return [ring.pages[:] for ring in self.rings]
 
+    def rebuild_stop(self, spec: ModelSpec) -> int:
+        """Return the position up to which the stream can be rebuilt now. As long as more of the audio with known tokens
+        is to come, that is in multiples of `ModelSpec.replay_part`."""
+        if self.available >= self.forced_until or self.finished:
+            return min(self.available, self.forced_until)
+        return self.available - (self.available - self.computed) % spec.replay_part
+
     def is_due(self, spec: ModelSpec) -> bool:
         """Whether a step would have something to do for the stream."""
+        if self.computed < self.forced_until:
+            return self.rebuild_stop(spec) > self.computed
         reached = self.base if spec.rereads_window else self.computed
         if self.flushes and min(self.flushes[0].position, self.available) > reached:
             return True

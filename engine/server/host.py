@@ -676,7 +676,7 @@ class EngineHost:
         rebuilt. A late engine that applied everything at once would never catch up.
         """
         positions = len(self.hosted.streams) * self._loop.scheduler.spec.stride_positions
-        budget = float(max(MIN_ITEMS, ITEMS_A_POSITION * positions, self._loop.replay_room))
+        budget = float(max(MIN_ITEMS, ITEMS_A_POSITION * positions) + self._loop.replay_room)
         peers = list(self.peers.values())
         while peers and budget > 0 and self._clock() <= now + APPLY_SECONDS:
             for peer in peers:

@@ -254,8 +254,10 @@ LIVE_STEPS_A_REBUILD = 4
 # Positions of replays that gateways may have under way, in rebuilding steps. Live audio waits for them, because the
 # commands of a gateway are applied in order. While no stream is on time, the device must not wait for replays.
 REPLAY_STEPS_AHEAD, LONE_REPLAY_STEPS_AHEAD = 2, 4
-# Rebuilding steps before a step of other streams while no stream is on time.
-REBUILDS_AHEAD = 2
+# Rebuilding steps before a step of other streams while no stream is on time: one, and one more for each so many of the
+# others, which have been rebuilt, because their step takes the longer the more they are; at most the second value, half
+# a second on an H200. So the others have about a tenth of the device until all are rebuilt.
+STREAMS_A_REBUILD, MAX_REBUILDS_AHEAD_ALONE = 32, 8
 # Rebuilding steps before such a step while most streams are on time: a stride's time. Uploads and rebuilt streams are
 # never late, and the streams on time may all be silent.
 MAX_REBUILDS_AHEAD = 4
@@ -291,7 +293,7 @@ class RebuildBudget:
         # Measured nanoseconds per position. The initial value keeps the first step small.
         self._position_ns = REBUILD_SHARE * self._stride_ns / MIN_REBUILD_POSITIONS
         # Consecutive steps that rebuilt streams. This value lets the other streams go first.
-        self._steps = REBUILDS_AHEAD
+        self._steps = 1
         # Live steps since the last one that rebuilt streams.
         self._live_steps = 0
 
@@ -299,7 +301,7 @@ class RebuildBudget:
         """Return the positions of a step that only rebuilds; 0: the next step rebuilds nothing."""
         scheduler = self._scheduler
         if not scheduler.rebuild_waits:
-            self._steps = REBUILDS_AHEAD
+            self._steps = 1
             return 0
         if self._others_go_first():
             self._steps = 0
@@ -325,7 +327,9 @@ class RebuildBudget:
     def _others_go_first(self) -> bool:
         """Whether the next step is for streams that are not rebuilt."""
         if not self._scheduler.on_time_count:
-            return self._scheduler.others_wait and self._steps >= REBUILDS_AHEAD
+            rebuilt = len(self._scheduler.recovering) - len(self._scheduler.rebuilding)
+            ahead = min(1 + rebuilt // STREAMS_A_REBUILD, MAX_REBUILDS_AHEAD_ALONE)
+            return self._scheduler.others_wait and self._steps >= ahead
         if not self._most_are_on_time:
             return self._scheduler.others_wait and self._steps > 0
         if self._steps >= MAX_REBUILDS_AHEAD and self._scheduler.others_wait:

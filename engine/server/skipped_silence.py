@@ -370,8 +370,8 @@ class SilenceSkipper:
         return None if stream is None else stream.gate
 
     def needs_each_frame(self, name: str, track: SpeechTrack, probabilities: Sequence[float]) -> bool:
-        """Whether items wait: then the state of the gate after each frame counts. In a silence that goes on the last
-        state counts, unless a flush waits."""
+        """Whether items wait: then the state of the gate after each frame counts, except in speech that goes on. In a
+        silence that goes on the last state counts, unless a flush waits."""
         stream = self._streams.get(name)
         if stream is None or stream.gate is None or not stream.waiting:
             return False

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -137,6 +137,11 @@ class LastSpeech:
         self._asked.append((self.received_until, then))
         self.answer()
 
+    @property
+    def frames_until_answer(self) -> int:
+        """How many more frames, at least one, the track must process to answer the next question."""
+        return max(1, (self._asked[0][0] - self._track.sample) // self._frame)
+
     def answer_all(self) -> None:
         """Answer all questions by the audio processed so far."""
         while self._asked:
@@ -168,7 +173,8 @@ class TrackFollower(Protocol):
         """The gate that the stream's track has to drive, if any."""
 
     def needs_each_frame(self, name: str, track: SpeechTrack, probabilities: Sequence[float]) -> bool:
-        """Whether `on_track` must be called after each of the next frames, and not only after the last one."""
+        """Whether `on_track` must be called after each of the next frames, and not only after the last one; runs in
+        which the track finds nothing but more speech may be passed on whole."""
 
     def on_track(self, name: str, sample: int, frame_samples: int) -> bool:
         """The track has processed the audio up to this sample, in frames of this length. Returns whether the stream's
@@ -494,11 +500,7 @@ class Listener:
         track, spoken, gate = self._tracks[name], self._last_speech.get(name), self._gates.get(name)
         if spoken is not None:
             spoken.set_frame(frame)
-        steps: Iterable[Sequence[float]] = [speech.probabilities]
-        is_asked = spoken is not None and spoken.is_asked
-        if is_asked or self._skipper.needs_each_frame(name, track, speech.probabilities):
-            steps = [(probability,) for probability in speech.probabilities]
-        for probabilities in steps:
+        for probabilities in self._parts(speech, track, spoken):
             events = track.add_frames(probabilities, frame)
             if events:
                 speech.events += [event for event in events if not isinstance(event, DECISIONS)]
@@ -508,6 +510,20 @@ class Listener:
                 spoken.answer()
             speech.skipped = self._skipper.on_track(name, track.sample, frame)
         speech.track, speech.spoken = track.state, track.take_spoken()
+
+    def _parts(self, speech: Speech, track: SpeechTrack, spoken: LastSpeech | None) -> Iterator[Sequence[float]]:
+        """Divide the frames into the parts to be passed on. A question is answered after exactly the frames that it
+        needs. Each part must have been processed before the next one is taken."""
+        rest: Sequence[float] = speech.probabilities
+        while rest:
+            part = rest
+            if spoken is not None and spoken.is_asked:
+                part = rest[: spoken.frames_until_answer]
+            rest = rest[len(part) :]
+            if self._skipper.needs_each_frame(speech.stream, track, part):
+                yield from track.split(part, speech.frame_samples)
+            else:
+                yield part
 
     def _apply_events(self, name: str, track: SpeechTrack, events: list[TrackEvent]) -> None:
         """Apply the track's events to the scheduler and to the word times of a windowed model's stream."""

@@ -37,9 +37,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from itertools import groupby
 from typing import Any
 
 from engine.messages import (
@@ -399,6 +400,9 @@ VOICE = 0.5
 # From this probability on a frame is surely speech: a model that stays silent on much of it has stalled.
 SURELY_SPEECH = 0.6
 
+# A live stream has no more frames at a time. More, as in a replay, are divided into runs.
+FEW_FRAMES = 5
+
 # For a stream without turn detection.
 DEFAULT_RULE = TurnRule(0.5, 64 * SAMPLES_PER_MS, 500 * SAMPLES_PER_MS)
 
@@ -521,17 +525,38 @@ class SpeechTrack:
                 return False
         return True
 
-    def is_speech(self, probabilities: Sequence[float]) -> bool:
+    def is_speech(self, probabilities: Sequence[float], frame_samples: int) -> bool:
         """Fast path: whether these frames only continue speech, so that nothing but the time changes."""
-        if self.phase is not Phase.SPEAKING or self._changes or self._questions or self.sample < self._judged_before:
+        if not probabilities or not self._speech_changes_nothing(len(probabilities) * frame_samples):
             return False
-        gate, above = self.gate, self._speech_above
-        if not probabilities or (gate is not None and not gate.speech_changes_nothing):
-            return False
+        above = self._speech_above
         for probability in probabilities:
             if not above <= probability <= 1:
                 return False
         return True
+
+    def _speech_changes_nothing(self, samples: int) -> bool:
+        """Whether so many more samples that are surely speech change nothing but the time."""
+        if self._changes or (self.gate is not None and not self.gate.speech_changes_nothing):
+            return False
+        if self.sample < self._judged_before:
+            return self.sample + samples <= self._judged_before
+        return self.phase is Phase.SPEAKING and not self._questions
+
+    def split(self, probabilities: Sequence[float], frame_samples: int) -> Iterator[Sequence[float]]:
+        """Divide the next frames into runs of speech in which nothing but the time changes, and single frames. Each
+        part must be added before the next one is taken."""
+        above = self._speech_above
+        for is_loud, frames in groupby(probabilities, lambda probability: above <= probability <= 1):
+            run = tuple(frames)
+            start = 0
+            while start < len(run) and not (
+                is_loud and self._speech_changes_nothing((len(run) - start) * frame_samples)
+            ):
+                yield run[start : start + 1]
+                start += 1
+            if start < len(run):
+                yield run[start:]
 
     def add_frames(self, probabilities: Sequence[float], frame_samples: int) -> list[TrackEvent]:
         """Process the next frames. Returns events and decisions in order of time, with at most one Skip, at the end.
@@ -544,13 +569,23 @@ class SpeechTrack:
             samples = len(probabilities) * frame_samples
             self.sample += samples
             return [] if self.gate is None else [*self.gate.pass_silence(samples)]
-        if self.is_speech(probabilities):
+        if self.is_speech(probabilities, frame_samples):
             self._pass_speech(len(probabilities) * frame_samples)
             return []
-        return self._add_each(probabilities, frame_samples)
-
-    def _add_each(self, probabilities: Sequence[float], frame_samples: int) -> list[TrackEvent]:
         found: list[TrackEvent] = []
+        if len(probabilities) <= FEW_FRAMES:
+            self._add_each(probabilities, frame_samples, found)
+        else:
+            for part in self.split(probabilities, frame_samples):
+                if len(part) > 1:
+                    self._pass_speech(len(part) * frame_samples)
+                else:
+                    self._add_each(part, frame_samples, found)
+        if self.gate is not None:
+            found += self.gate.skip_silence()
+        return found
+
+    def _add_each(self, probabilities: Sequence[float], frame_samples: int, found: list[TrackEvent]) -> None:
         gate = self.gate
         for probability in probabilities:
             if not 0 <= probability <= 1:
@@ -572,14 +607,12 @@ class SpeechTrack:
                 if gate is not None and self._rule is not None and any(isinstance(e, SpeechEnded) for e in events):
                     found += gate.end_turn()
                 found += events
-        if gate is not None:
-            found += gate.skip_silence()
-        return found
 
     def _pass_speech(self, samples: int) -> None:
         start = self.sample
         self.sample = self._last_sound = start + samples
-        self._spoken += samples
+        if start >= self._judged_before:
+            self._spoken += samples
         if self.gate is not None:
             if self._sounds is not None:
                 self._note_sound(start, self.sample)

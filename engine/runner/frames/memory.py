@@ -178,8 +178,11 @@ FRAMES_PER_POSITION = 8
 CONTEXT_FRAMES = 3
 # Encoder-cache rows beyond those of the streams: room for shared and recently released audio.
 SPARE_EMBEDS = 1024
-# Most encoder-cache rows of a stream: the most positions of a rebuild in one step.
-EMBEDS_PER_STREAM = 64
+# Most positions of a stream that a rebuild computes in one step.
+REPLAY_POSITIONS = 64
+# Most encoder-cache rows of a stream: those of such a step, and of the item before them, which may not be finished. An
+# item of a replay has a quarter as many positions.
+EMBEDS_PER_STREAM = REPLAY_POSITIONS + REPLAY_POSITIONS // 4
 # Memory for libraries, kernels, graphs and fragmentation: measured, plus a reserve.
 FIXED_WORKSPACE_BYTES = 2 * GIB
 
@@ -223,7 +226,7 @@ def voxtral_spec(config: VoxtralConfig, layouts: tuple[StackLayout, StackLayout]
         prefix_positions=LEFT_PAD_POSITIONS,
         flush_positions=FLUSH_POSITIONS,
         embeds_per_stream=EMBEDS_PER_STREAM,
-        replay_positions=EMBEDS_PER_STREAM,
+        replay_positions=REPLAY_POSITIONS,
         default_delay_positions=config.default_delay,
         max_delay_positions=MAX_DELAY_POSITIONS,
         kv_groups=tuple(layout.group for layout in layouts),

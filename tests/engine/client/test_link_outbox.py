@@ -22,6 +22,8 @@ from engine.client import link as link_module
 from engine.client.link import (
     BATCH_BYTES,
     MAX_PARALLEL_REPLAYS,
+    POSITIONS_A_REPLAY,
+    REBUILT_PIECES,
     REPLAY_WINDOW_BYTES,
     SAMPLE_BYTES,
     EngineLink,
@@ -117,9 +119,8 @@ async def turns() -> None:
 
 
 def replayed(link: EngineLink, name: str, positions: int) -> Delivery:
-    return Delivery(
-        link, Open(name), Replay(0, 0, list(items(name, positions))), fakes.FRAMES, finished=False, on_done=_nothing
-    )
+    replay = Replay(0, 0, list(items(name, positions)), [7] * positions)
+    return Delivery(link, Open(name), replay, fakes.FRAMES, finished=False, on_done=_nothing)
 
 
 async def test_live_audio_leaves_with_the_next_batch_however_much_is_replayed() -> None:
@@ -173,13 +174,37 @@ async def test_an_engine_bounds_the_replays_that_its_live_audio_waits_for() -> N
     link.close()
 
 
+async def test_audio_that_is_rebuilt_is_sent_before_the_rest() -> None:
+    """What came while there was no engine is computed more slowly than it is sent. So the streams whose known tokens
+    have been sent get little until those of all others have, but some at once: their next words are in it."""
+    link, socket = await connected()
+    socket.receive(codec.Beat(0, 0, codec.Status(replay_positions=2 * POSITIONS_A_REPLAY)))
+    names, prefix = [f"moved {number}" for number in range(8)], fakes.FRAMES.prefix_positions
+    for name in names:
+        audio = items(name, 3 * REPLAY_ITEMS, prefix)
+        replay = Replay(0, 0, audio, [7] * (2 * REPLAY_ITEMS))
+        delivery = Delivery(link, Open(name), replay, fakes.FRAMES, finished=False, on_done=_nothing)
+        delivery.opened()
+    sent: list[str] = []
+    while len(sent) < 3 * len(names):
+        await turns()
+        sent = [c.stream for batch in socket.batches for c in commands_of(batch) if isinstance(c, messages.Feed)]
+        socket.take_all()
+    pieces = {name: [number for number, stream in enumerate(sent) if stream == name] for name in names}
+    assert sent[:4] == ["moved 0", "moved 1"] * 2, "two at a time, as the engine allows"
+    assert all(pieces[name][1] - pieces[name][0] <= 3 for name in names), "a stream is rebuilt without a pause"
+    others = [number for name in names for number in pieces[name][2:] if number < pieces[names[-1]][1]]
+    assert 0 < len(others) <= 2 * len(names) / REBUILT_PIECES + 1
+    link.close()
+
+
 async def test_streams_take_turns_and_all_of_every_replay_arrives_in_order() -> None:
     link, socket = await connected()
-    moved = {f"moved {number}": replayed(link, f"moved {number}", 60) for number in range(MOVED)}
+    moved = {f"moved {number}": replayed(link, f"moved {number}", 160) for number in range(MOVED)}
     for name, delivery in moved.items():
         delivery.opened()
         # What comes while the replay waits follows it.
-        delivery.send(Feed(name, []), items(name, 2, 60))
+        delivery.send(Feed(name, []), items(name, 2, 160))
         delivery.send(Finish(name))
     sent = 0
     while True:
@@ -197,7 +222,7 @@ async def test_streams_take_turns_and_all_of_every_replay_arrives_in_order() -> 
                 order.append(command.stream)
             elif isinstance(command, messages.Finish):
                 got[command.stream].append("finish")
-    assert all(positions == [*range(62), "finish"] for positions in got.values())
+    assert all(positions == [*range(162), "finish"] for positions in got.values())
     first = list(moved)[:MAX_PARALLEL_REPLAYS]
     assert order[:MAX_PARALLEL_REPLAYS] == order[MAX_PARALLEL_REPLAYS : 2 * MAX_PARALLEL_REPLAYS] == first, (
         "one piece each"
@@ -226,11 +251,9 @@ async def test_audio_that_came_while_a_replay_waited_is_joined_up_to_the_next_co
     await turns()
     sent = [command for batch in socket.batches for command in commands_of(batch)][1:]
     assert [[item.length for item in command.items] if isinstance(command, Feed) else "flush" for command in sent] == [
-        [8, 8],  # with known tokens, and without
-        [2],
+        [8, 10],  # with known tokens, and without
         "flush",
-        [16],
-        [6],
+        [16, 6],
     ]
     assert delivery.is_done
     link.close()
@@ -272,6 +295,8 @@ def test_live_commands_never_starve_replays() -> None:
     commands: list[Any] = [(messages.Flush("replayed", tag), []) for tag in range(3)]
 
     class Source:
+        is_rebuilt = False
+
         def next_piece(self) -> Any:
             return commands.pop(0) if commands else None
 
@@ -287,6 +312,7 @@ def test_a_source_that_is_paced_twice_is_asked_once_in_a_round() -> None:
     outbox = SendQueue()
 
     class Source:
+        is_rebuilt = False
         pieces = [(Abort("a"), []), (Abort("b"), [])]
 
         def next_piece(self) -> Any:
@@ -371,6 +397,8 @@ def test_more_replays_than_an_engine_rebuilds_together_take_no_turns() -> None:
     outbox, taken = SendQueue(), list[int]()
 
     class Source:
+        is_rebuilt = True
+
         def __init__(self, number: int) -> None:
             self.number, self.left = number, 4
 
@@ -415,6 +443,7 @@ async def test_a_batch_counts_the_bytes_of_every_command(command: Any, replayed_
     count = 60
 
     class Source:
+        is_rebuilt = False
         left = count
 
         def next_piece(self) -> Any:

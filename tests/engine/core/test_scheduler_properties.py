@@ -399,6 +399,69 @@ def uploaded(spec: ModelSpec, budgets: list[int | None], laid_aside: list[int], 
 
 @settings(max_examples=60, deadline=None)
 @given(
+    known=st.integers(1, 40),
+    replay_positions=st.sampled_from([4, 8, 16]),
+    items=st.lists(st.integers(1, 5), min_size=1, max_size=14),
+    flushes=st.lists(st.tuples(st.integers(1, 50), st.booleans()), max_size=5),
+    tokens=st.randoms(use_true_random=False),
+    fed_at_once=st.integers(1, 4),
+)
+def test_a_rebuild_in_chunks_says_what_one_position_at_a_time_says(
+    known: int,
+    replay_positions: int,
+    items: list[int],
+    flushes: list[tuple[int, bool]],
+    tokens: Random,
+    fed_at_once: int,
+) -> None:
+    """Chunks of known tokens reach beyond flushes; the text is ended there all the same."""
+    prefix, length = FRAMES.prefix_positions, sum(items)
+    model = [tokens.choice([0, 0, 1, 2 + number % 50]) for number in range(length)]
+    marks = sorted((min(position, length), ends_text) for position, ends_text in flushes)
+
+    def run(positions: int, batch: int) -> tuple[list[object], list[int]]:
+        spec = replace(FRAMES, replay_positions=positions, embeds_per_stream=24)
+        engine = build(spec, streams=1, step_positions=64, step_embeds=64)
+        engine.admit(Open("a", forced_tokens=model[:known]))
+        said: list[object] = []
+        lengths: list[int] = []
+
+        def hear(outputs: list[Output]) -> None:
+            for output in outputs:
+                if isinstance(output, Text):
+                    said.extend((word.text, word.start_sample, word.end_sample) for word in output.words)
+                else:
+                    said.append(output)
+
+        def drain() -> None:
+            while engine.has_work():
+                plan = engine.plan()
+                lengths.extend(task.end - task.start for task in plan.decode)
+                answers = [DecodeResult(model[task.start - prefix : task.end - prefix]) for task in plan.decode]
+                hear(engine.commit(plan, answers))
+                engine.check_integrity()
+            hear(engine.take_replies())
+
+        for tag, (position, ends_text) in enumerate(marks):
+            engine.flush("a", tag if ends_text else None, prefix + position)
+        offset = 0
+        for number, count in enumerate(items):
+            key = b"%d" % number
+            engine.feed("a", [Item(prefix + offset, count, offset * FRAMES.samples_per_position, key, b"pcm")], 0)
+            offset += count
+            if number % batch == batch - 1:
+                drain()
+        engine.finish("a")
+        drain()
+        assert not engine.streams
+        return said, lengths
+
+    said, lengths = run(replay_positions, fed_at_once)
+    assert said == run(1, 1)[0]
+    assert max(lengths) <= max(replay_positions, scheduler_module.MAX_CATCH_UP_POSITIONS)
+
+
+@given(
     st.sampled_from([FRAMES, WINDOWS]),
     st.lists(st.one_of(st.none(), st.integers(0, 30)), max_size=5),
     st.lists(st.integers(0, 3), min_size=1, max_size=4),

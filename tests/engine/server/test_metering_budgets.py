@@ -452,9 +452,9 @@ class TestRebuilding:
         assert loop.replay_room == 0, "nothing is rebuilt"
         loop.submit([Open(f"r{number}", forced_tokens=[1] * 640) for number in range(160)], 0)
         assert loop.replay_room == 2 * 2048
-        loop.submit([audio(f"r{number}", 0, 10, REBUILT) for number in range(160)], 0)
-        assert loop.replay_room == 2 * 2048 - 1600
-        loop.submit([audio(f"r{number}", 10, 20, REBUILT) for number in range(160)], 0)
+        loop.submit([audio(f"r{number}", 0, 16, REBUILT) for number in range(160)], 0)
+        assert loop.replay_room == 2 * 2048 - 16 * 160
+        loop.submit([audio(f"r{number}", 16, 32, REBUILT) for number in range(160)], 0)
         assert loop.replay_room == 0
         drain(loop)
         assert loop.replay_room == 2 * 2048, "all of it is computed, and more is to come"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import pytest
@@ -214,16 +214,19 @@ class JudgingEachFrame(SpeechTrack):
     def is_silence(self, probabilities: Sequence[float]) -> bool:
         return False
 
-    def is_speech(self, probabilities: Sequence[float]) -> bool:
+    def is_speech(self, probabilities: Sequence[float], frame_samples: int) -> bool:
         return False
+
+    def split(self, probabilities: Sequence[float], frame_samples: int) -> Iterator[Sequence[float]]:
+        return ((probability,) for probability in probabilities)
 
 
 @example_settings(max_examples=200, deadline=None)
 @given(
     first=RULES,
     pieces=st.lists(
-        st.lists(st.sampled_from([0.0, 0.05, 0.1, 0.2, 0.34, 0.36, 0.9]), max_size=6)
-        | st.lists(st.sampled_from([0.55, 0.65, 0.9, 1.0]), max_size=6),
+        st.lists(st.sampled_from([0.0, 0.05, 0.1, 0.2, 0.34, 0.36, 0.9]), max_size=14)
+        | st.lists(st.sampled_from([0.55, 0.65, 0.9, 1.0]), max_size=14),
         max_size=30,
     ),
     changes=CHANGES,
