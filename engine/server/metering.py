@@ -261,8 +261,6 @@ STREAMS_A_REBUILD, MAX_REBUILDS_AHEAD_ALONE = 32, 8
 # Rebuilding steps before such a step while most streams are on time: a stride's time. Uploads and rebuilt streams are
 # never late, and the streams on time may all be silent.
 MAX_REBUILDS_AHEAD = 4
-# Positions per recovering stream in a rebuilding step while no stream is on time.
-POSITIONS_A_STREAM = 16
 # One step in this many gets twice the positions, because the cost of a position cannot be measured from steps of equal
 # size.
 PROBE_EVERY = 16
@@ -344,11 +342,8 @@ class RebuildBudget:
     @property
     def _step_limit(self) -> int:
         """Most positions of a step that rebuilds."""
-        scheduler = self._scheduler
-        if not scheduler.on_time_count:
-            # With few streams smaller steps: else all of them would be ready only at the end.
-            most = self._max_positions
-            return min(most, max(most // 4, POSITIONS_A_STREAM * len(scheduler.recovering)))
+        if not self._scheduler.on_time_count:
+            return self._max_positions
         if self._most_are_on_time:
             limit = int(REBUILD_SHARE * self._stride_ns / self._position_ns)
         else:

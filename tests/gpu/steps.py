@@ -63,7 +63,8 @@ def transcribe(runner: VoxtralRunner, positions: int, forced: dict[str, list[int
     """Tokens of one stream per delay over the same noise, one position per step; `forced` ones are repeated."""
     memory = runner.memory
     limits = Limits(memory.streams, memory.cache_embeds, memory.group_pages)
-    loop = EngineLoop(Scheduler(runner.spec, limits, runner.vocabulary), runner)
+    spec = replace(runner.spec, replay_positions=1)
+    loop = EngineLoop(Scheduler(spec, limits, runner.vocabulary), runner)
     noise = (np.random.default_rng(5).standard_normal(positions * 1280 + 2000) * 0.1).astype(np.float32)
     names = {f"delay {delay}": delay for delay in DELAYS}
     loop.submit([Open(name, True, delay, {}, forced.get(name, [])) for name, delay in names.items()], 0)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from itertools import pairwise
 
-from engine.runner.frames.runner import choose, next_blank_runs
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.runner.frames.runner import CHUNK_STREAMS, EFFICIENT_CHUNKS, choose, next_blank_runs, pass_bounds
 
 PAD = 32
 
@@ -57,3 +61,12 @@ def test_a_word_without_the_guards_help_is_not_counted() -> None:
 def test_runs_count_blanks_that_the_model_chose() -> None:
     runs, tokens = torch.tensor([5, 5, 5]), torch.tensor([PAD, 40, PAD])
     assert next_blank_runs(runs, tokens, torch.tensor([True, True, False])).tolist() == [6, 0, 5]
+
+
+@given(chunks=st.integers(0, 700), most=st.sampled_from(CHUNK_STREAMS))
+def test_passes_of_chunks_have_little_padding(chunks: int, most: int) -> None:
+    bounds = pass_bounds(chunks, most)
+    counts = [end - start for start, end in pairwise(bounds)]
+    assert bounds[0] == 0 and bounds[-1] == chunks and all(0 < count <= most for count in counts)
+    computed = sum(min(size for size in CHUNK_STREAMS if size >= count) for count in counts)
+    assert computed - chunks < EFFICIENT_CHUNKS / 2
