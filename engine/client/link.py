@@ -152,11 +152,11 @@ BATCH_BYTES = 2 * 1024 * 1024
 # (`Status.replay_positions`).
 REPLAY_WINDOW_BYTES = 32 * 1024 * 1024
 # Replays that are sent in turn; the others wait until one of these is done. An engine rebuilds a few streams as fast as
-# many, and a rebuilt stream continues while the others wait. So there are no more than that each stream has these
-# positions under way: one step's, and the next one's.
+# many, and a rebuilt stream continues while the others wait. So no more are sent than have POSITIONS_A_REPLAY positions
+# under way each, those of one step and of the next; MAX_PARALLEL_REPLAYS if the engine sets no bound.
 MAX_PARALLEL_REPLAYS = 64
 POSITIONS_A_REPLAY = 128
-# Pieces of audio that is rebuilt between two other pieces.
+# Pieces of replays that are rebuilt between two other pieces.
 REBUILT_PIECES = 4
 # Bytes of one sample of a payload.
 SAMPLE_BYTES = 4

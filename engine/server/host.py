@@ -672,8 +672,8 @@ class EngineHost:
     def _apply_batches(self, now: float) -> None:
         """Apply batches, one of each gateway in turn, but not much more audio than the next step computes.
 
-        A step computes one position of each stream (a stride for windowed models), and many of a stream that is
-        rebuilt. A late engine that applied everything at once would never catch up.
+        A step computes one position of each stream (a stride for windowed models), or many of streams that are rebuilt:
+        for these there is room of its own. A late engine that applied everything at once would never catch up.
         """
         positions = len(self.hosted.streams) * self._loop.scheduler.spec.stride_positions
         budget = float(max(MIN_ITEMS, ITEMS_A_POSITION * positions) + self._loop.replay_room)
