@@ -546,7 +546,8 @@ class SpeechTrack:
     def split(self, probabilities: Sequence[float], frame_samples: int) -> Iterator[Sequence[float]]:
         """Divide the next frames into runs of speech in which nothing but the time changes, and single frames. Each
         part must be added before the next one is taken."""
-        above = self._speech_above
+        # A change of the rule within the frames would change what is surely speech.
+        above = math.inf if self._changes else self._speech_above
         for is_loud, frames in groupby(probabilities, lambda probability: above <= probability <= 1):
             run = tuple(frames)
             start = 0

@@ -401,3 +401,14 @@ def test_a_rule_that_asks_from_within_a_pause_on_asks_in_the_next_one() -> None:
     track.change(ASKS, track.sample)
     assert questions(run(track, *[QUIET] * 50)) == []
     assert len(questions(run(track, *[LOUD] * 4, *[QUIET] * 50))) == 3
+
+
+def test_a_rule_that_changes_within_many_frames_holds_for_the_rest_of_them() -> None:
+    """What was surely speech by the old rule is silence by the new one."""
+    strict = TurnRule(0.95, 2 * FRAME, 4 * FRAME)
+    found = []
+    for kind in (SpeechTrack, JudgingEachFrame):
+        track = kind(TurnRule(0.5, 2 * FRAME, 4 * FRAME))
+        track.change(strict, 6 * FRAME)
+        found.append((track.add_frames([0.7] * 6 + [0.85] + [0.7] * 23, FRAME), track.state))
+    assert found[0] == found[1] and len(found[0][0]) > 1
