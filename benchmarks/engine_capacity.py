@@ -1,6 +1,8 @@
-"""How many live streams of Voxtral Realtime one GPU holds: the engine's own loop, without sockets and gateway.
+"""How many live streams of Voxtral Realtime one GPU holds, and how fast it rebuilds streams: the engine's own loop,
+without sockets and gateway.
 
     python -m benchmarks.engine_capacity --window 1024 --kv bf16 --streams 100 200 400 --seconds 60 --audio speech.wav
+    python -m benchmarks.engine_capacity --kv fp8 --streams --rebuilt 128 --audio speech.wav
 
 Full dimensions, with random weights that output a word in three frames of ten, as in speech, and with speech detection.
 N streams with random phases play the same audio from different places, 80 ms at a time, in real time. They start with
@@ -10,6 +12,10 @@ is complete to the moment its answer is out. A point holds if its 99th percentil
 A step is the work of the engine's thread between two reads of its inbox: commands in, detection, plan, launch, and
 commit of the step before; the part without the device is the host time on the critical path. The same thread generates
 the audio: that counts in the lag and as `feed`, not as host time. Needs torch, numpy and silero-vad.
+
+With `--rebuilt`, so many streams with a window of known tokens are rebuilt, as after the loss of their engine; their
+audio is sent as gateways send it, with a flush every few seconds. Times are per position: of the thread by part, of the
+passes on the device, and of the passes of chunks alone.
 """
 
 from __future__ import annotations
@@ -18,7 +24,8 @@ import argparse
 import gc
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,19 +37,27 @@ import torch
 from benchmarks.measuring import RunFailed, is_at_most, parser_of, percentiles, row, run_command, show
 from benchmarks.random_weights import KV_TYPES, voxtral_runner
 from benchmarks.sounds import Samples, speech
+from engine.boundary.replay import JOINED_POSITIONS
+from engine.client.link import POSITIONS_A_REPLAY
+from engine.client.stream import REPLAY_ITEMS
 from engine.core.plan import DecodeResult, DecodeTask, StepPlan
 from engine.core.scheduler import Scheduler
-from engine.messages import Abort, Dead, Feed, Item, Open, Output
+from engine.messages import Abort, Command, Dead, Feed, Flush, Item, Open, Output, TurnRule
+from engine.models.voxtral_realtime import STREAMING_PAD
 from engine.runner.base import never
 from engine.runner.device import GIB, compute_on_one_thread, free_memory, require_device
-from engine.runner.frames.runner import Payloads, StepRows, VoxtralRunner
+from engine.runner.frames.runner import CHUNK_STREAMS, Chunk, Payloads, StepRows, VoxtralRunner
 from engine.runner.load import frames_limits, load_detector
 from engine.runner.speech import DeviceSpeechDetector
 from engine.server.loop import EngineLoop, calm_collector
+from engine.server.skipped_silence import skip_settings
+from engine.spec import ModelSpec
 
 MAX_LAG_MS = 80.0
 POSITION_NS = 80_000_000
 JOIN_EVERY_NS, SETTLE_S = 5_000_000, 2.0
+# Rebuilt streams: the default rule for ends of turns, and the length of silence that is skipped.
+TURNS, SKIPPED_SILENCE_S = TurnRule(0.5, 1600, 8000), 4.0
 # Samples of a frame with those around it.
 PAYLOAD_SAMPLES = 2000
 
@@ -100,6 +115,9 @@ class Watch:
         if not torch.cuda.is_available():
             return
         self._time_calls(runner._graphs or runner.passes, "run" if runner._graphs else "batch")
+        self._time_calls(runner._encoder_inputs, "encode")
+        for _, graphs in runner._chunk_graphs.values():
+            self._time_calls(graphs, "run")
         launch = runner.launch
 
         def launch_and_note(plan: StepPlan, time_is_up: Callable[[], bool] = never) -> Callable[[], list[DecodeResult]]:
@@ -134,10 +152,10 @@ class Watch:
     def _time_calls(self, owner: Any, name: str) -> None:
         call = getattr(owner, name)
 
-        def timed(count: int) -> None:
+        def timed(work: object) -> None:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            call(count)
+            call(work)
             end.record()
             self._passes.append((begin, end))
 
@@ -194,6 +212,52 @@ class Bench:
         finish_steps(loop)
         return point_of(trace, streams, seconds)
 
+    def rebuild(self, streams: int) -> Point:
+        """Rebuild this many streams, each with a full window of known tokens."""
+        spec = self._runner.spec
+        scheduler = Scheduler(spec, self._limits, self._runner.vocabulary)
+        self._watch.follow(scheduler)
+        loop = EngineLoop(scheduler, self._runner, self._detector, skipping=skip_settings(SKIPPED_SILENCE_S))
+        names = [f"rebuilt {index}" for index in range(streams)]
+        tokens = [STREAMING_PAD] * max(group.window_positions for group in spec.kv_groups)
+        loop.submit([Open(name, forced_tokens=tokens, turns=TURNS) for name in names], 0)
+        replays = deque(deque(replay(name, len(tokens), spec, self._sound)) for name in names)
+        finish_steps(loop)
+        self._watch.look()
+        before, submit_ns, device = copy(loop.meter.totals), 0, 0.0
+        began = time.perf_counter_ns()
+        while replays or loop.has_work():
+            submit_began = time.perf_counter_ns()
+            while replays and (loop.replay_room or not scheduler.rebuild_backlog):
+                # In turn, as many as gateways would send at the same time.
+                turn = min(len(replays), loop.replay_positions_under_way // POSITIONS_A_REPLAY) - 1
+                source = replays.popleft()
+                loop.submit(source.popleft(), submit_began)
+                if source:
+                    replays.insert(turn, source)
+            submit_ns += time.perf_counter_ns() - submit_began
+            loop.step()
+            device += self._watch.look()[1]
+        seconds = (time.perf_counter_ns() - began) / 1e9
+        loop.submit([Abort(name) for name in names], 0)
+        finish_steps(loop)
+        after, positions = loop.meter.totals, streams * len(tokens)
+        took = {
+            "submit": submit_ns,
+            "speech": after.speech_ns - before.speech_ns,
+            "plan": after.plan_ns - before.plan_ns,
+            "launch": (after.execute_ns - before.execute_ns) - (after.wait_ns - before.wait_ns),
+            "commit": after.commit_ns - before.commit_ns,
+            "wait": after.wait_ns - before.wait_ns,
+            "device": device * 1e6,
+        }
+        return {
+            "rebuilt": streams,
+            "positions": len(tokens),
+            "positions_per_second": positions / seconds,
+            **{f"{part}_us": ns / 1000 / positions for part, ns in took.items()},
+        }
+
     def _play(self, loop: EngineLoop, traffic: Traffic, seconds: float) -> Trace:
         """In real time: feed due audio, step, record. Nothing counts until all streams have settled."""
         trace, index_of = Trace(), {name: index for index, name in enumerate(traffic.names)}
@@ -225,6 +289,22 @@ class Bench:
         waiting = sum(stream.available - stream.computed for stream in loop.scheduler.streams.values())
         trace.late_frames = max(0, waiting - len(traffic.names))
         return trace
+
+
+def replay(name: str, positions: int, spec: ModelSpec, sound: Samples) -> Iterator[list[Command]]:
+    """The commands that rebuild a stream, in the pieces in which a gateway sends them."""
+    step, before = spec.samples_per_position, spec.look_back_samples
+    around = before + spec.look_ahead_samples
+    offset = int(name.split()[-1]) * spec.sample_rate
+    sound = np.resize(np.roll(sound, -offset), around + positions * step)
+    for start in range(0, positions, REPLAY_ITEMS):
+        items = []
+        for first in range(start, min(start + REPLAY_ITEMS, positions), JOINED_POSITIONS):
+            length = min(JOINED_POSITIONS, positions - first)
+            payload = sound[first * step : (first + length) * step + around]
+            key = f"{name}/{first}".encode()
+            items.append(Item(spec.prefix_positions + first, length, first * step, key, payload))
+        yield [Feed(name, items), Flush(name, start // REPLAY_ITEMS + 1, pause=start * step)]
 
 
 def finish_steps(loop: EngineLoop) -> None:
@@ -295,6 +375,19 @@ def step_times(runner: VoxtralRunner, sizes: list[int]) -> list[tuple[int, float
     return rows
 
 
+def chunk_times(runner: VoxtralRunner, sizes: list[int]) -> list[tuple[int, float]]:
+    """Milliseconds of a recorded pass of chunks of known tokens alone, by the number of chunks, in the pages that
+    `step_times` gave the streams."""
+    length = runner._chunk_sizes[0]
+    buffers, graphs = runner._chunk_graphs[length]
+    position = 2 * max(group.window_positions for group in runner.spec.kv_groups)
+    rows = []
+    for size in sizes:
+        buffers.upload([Chunk(slot, position, [0] * length, [STREAMING_PAD] * length, 6) for slot in range(size)])
+        rows.append((size, device_ms(partial(graphs.run, size), 10)))
+    return rows
+
+
 # The command
 
 
@@ -310,6 +403,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "room_for": room,
         "start_s": time.perf_counter() - began,
         "steps": step_times(runner, [size for size in options.sizes if size <= room]),
+        "chunks": chunk_times(runner, [size for size in CHUNK_STREAMS if options.rebuilt and size <= room])
+        if runner._chunk_graphs
+        else [],
     }
     calm_collector()
     bench = Bench(runner, options)
@@ -320,7 +416,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if streams <= room:
             points.append(bench.measure(streams, options.seconds))
             print(f"engine alone, {row(points[-1])}", flush=True)
-    held = [point["streams"] for point in points if point["holds"]]
+    for streams in options.rebuilt:
+        if streams <= room:
+            points.append(bench.rebuild(streams))
+            print(f"rebuild alone, {row(points[-1])}", flush=True)
+    held = [point["streams"] for point in points if point.get("holds")]
     print(f"largest N that holds for {options.seconds:.0f} s: {max(held, default=0)}")
     return {"arguments": vars(options), **report, "points": points}
 
@@ -334,7 +434,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--kv", choices=sorted(KV_TYPES), default="bf16", help="keys and values")
     parser.add_argument("--window", type=int, default=1024, help="decoder window in tokens")
     parser.add_argument("--sizes", type=int, nargs="*", default=[1, 8, 32, 64, 128], help="steps alone, by batch size")
-    run_command(parser, arguments, measure, streams=[2], seconds=3.0, sizes=[], max_streams=2)
+    parser.add_argument("--rebuilt", type=int, nargs="*", default=[], help="streams to rebuild")
+    run_command(parser, arguments, measure, streams=[2], seconds=3.0, sizes=[], max_streams=2, rebuilt=[2])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -39,7 +38,7 @@ from engine.core.scheduler import Scheduler
 from engine.messages import Item
 from engine.runner.base import never
 from engine.runner.frames.memory import EMBEDS_PER_STREAM, REPLAY_POSITIONS
-from engine.runner.frames.runner import CHUNK_STREAMS, LONGEST_CHUNK, REBUILD_POSITIONS, pass_bounds
+from engine.runner.frames.runner import CHUNK_STREAMS, LONGEST_CHUNK, REBUILD_POSITIONS, chunk_passes
 from engine.server.host import EngineHost
 from engine.server.loop import EngineLoop
 from realtime.bench.statistics import percentile
@@ -47,6 +46,8 @@ from realtime.bench.statistics import percentile
 FRAME_S = 0.08
 # Positions that are rebuilt of each stream: the decoder's window.
 WINDOW = 1024
+# Positions of a turn, 5 s: the replay has a flush after each.
+TURN = 62
 REBUILT_SPEC = replace(SPEC, replay_positions=REPLAY_POSITIONS, embeds_per_stream=EMBEDS_PER_STREAM)
 # Seconds of a step of live streams, and for each of them.
 LIVE_STEP_S, LIVE_STREAM_S = 0.005, 72e-6
@@ -143,10 +144,8 @@ class CostlyRunner(NullRunner):
         lengths = [task.end - task.start for task in plan.decode]
         if plan.rebuilt_positions:
             # A chunk that is not full takes as long as a full one.
-            rounds = [sum(length > done for length in lengths) for done in range(0, max(lengths), LONGEST_CHUNK)]
-            most = CHUNK_STREAMS[-1]
-            chunks = [end - start for count in rounds for start, end in pairwise(pass_bounds(count, most))]
-            recorded = [next(size for size in CHUNK_STREAMS if size >= count) for count in chunks]
+            parts = chunk_passes([-(-length // LONGEST_CHUNK) for length in lengths], CHUNK_STREAMS[-1])
+            recorded = [next(size for size in CHUNK_STREAMS if size >= len(streams)) for streams in parts]
             return sum(max(CHUNKS_S, PASS_S + CHUNK_S * count) for count in recorded)
         # A further position of a stream that catches up is a further pass.
         passes = [sum(length > number for length in lengths) for number in range(max(lengths, default=0))]
@@ -180,6 +179,9 @@ class Session:
 
     name: str
     known: int = 0
+    # The end of its first turn, a position. Each turn has `TURN` positions.
+    turn_end: int = TURN
+    flushes: int = 0
     sent: int = 0
     begun_at: float = 0.0
     # By position: when the frame was complete.
@@ -195,9 +197,15 @@ class Session:
         return self.sent < self.known
 
     def next_piece(self) -> Queued | None:
-        """The next piece of the replay, for the `SendQueue`."""
+        """The next piece of the replay, for the `SendQueue`: a part of a turn, or the flush at its end."""
         first = self.sent
+        if first == self.turn_end < self.known:
+            self.turn_end += TURN
+            self.flushes += 1
+            return messages.Flush(self.name, self.flushes, first * SPEC.samples_per_position), []
         self.sent = end = min(first + REPLAY_ITEMS, max(first, self.known) + len(self.waiting))
+        if first < self.turn_end < self.known:
+            self.sent = end = min(end, self.turn_end)
         if first == end:
             return None
         known = min(max(first, self.known), end)
@@ -308,7 +316,7 @@ class Simulation:
 
     def _open(self, number: int, known: int) -> None:
         gateway, name = self.gateways[number % len(self.gateways)], f"item_{number:06d}"
-        gateway.sessions[name] = Session(name, known, begun_at=self.clock.now)
+        gateway.sessions[name] = Session(name, known, turn_end=1 + number % TURN, begun_at=self.clock.now)
         away_s = self._options.away if known else 0.0
         self._frames[name] = self.clock.now - away_s + FRAME_S * (number % 97) / 97, known
         gateway.queue.put((messages.Open(name, forced_tokens=[1] * known), []))

@@ -156,8 +156,11 @@ REPLAY_WINDOW_BYTES = 32 * 1024 * 1024
 # under way each, those of one step and of the next; MAX_PARALLEL_REPLAYS if the engine sets no bound.
 MAX_PARALLEL_REPLAYS = 64
 POSITIONS_A_REPLAY = 128
-# Pieces of replays that are rebuilt between two other pieces.
-REBUILT_PIECES = 4
+# A replay that is rebuilt is sent this much audio in its turn, in positions: what a step computes of one stream. Its
+# pieces are shorter, because they end at each flush.
+TURN_POSITIONS = 64
+# Turns of replays that are rebuilt between two other pieces.
+REBUILT_TURNS = 4
 # Bytes of one sample of a payload.
 SAMPLE_BYTES = 4
 # Upper bound for the encoded position and hash of one item.
@@ -201,8 +204,9 @@ class SendQueue:
         # The first `_newly_rebuilt` of these were rebuilt just now.
         self._others: deque[PacedSource] = deque()
         self._newly_rebuilt = 0
-        # Pieces of rebuilds since the last other one.
-        self._rebuilt_pieces = 0
+        # Turns of rebuilds since the last other piece; bytes sent in the turn that is under way, and of a whole turn.
+        self._rebuilt_turns = 0
+        self._turn_bytes = self._whole_turn_bytes = 0
         # Bytes of replays in each unacknowledged batch, by batch number, and the sum of all.
         self._replays: dict[int, int] = {}
         self._replay_bytes = 0
@@ -220,6 +224,7 @@ class SendQueue:
 
     def allow_replays(self, positions: int, position_bytes: int) -> None:
         """The engine allows so many positions of replays under way; 0: it sets no bound."""
+        self._whole_turn_bytes = TURN_POSITIONS * position_bytes
         allowed = positions * position_bytes or REPLAY_WINDOW_BYTES
         self.window_bytes = min(allowed, REPLAY_WINDOW_BYTES)
         parallel = -(-positions // POSITIONS_A_REPLAY) if positions else MAX_PARALLEL_REPLAYS
@@ -251,24 +256,33 @@ class SendQueue:
         while (self._rebuilds or self._others) and added < size and self._replay_bytes + added < self.window_bytes:
             source = self._next_source()
             was_rebuilt, piece = source.is_rebuilt, source.next_piece()
+            size_of_piece = 0 if piece is None else add(piece)
+            added += size_of_piece
+            self._turn_bytes += size_of_piece
             if piece is None:
-                continue
-            if source.is_rebuilt:
+                self._turn_bytes = 0
+            elif source.is_rebuilt and self._turn_bytes < self._whole_turn_bytes:
+                self._rebuilds.appendleft(source)
+            elif source.is_rebuilt:
+                self._end_turn()
                 self._rebuilds.insert(self._parallel_rebuilds - 1, source)
             elif was_rebuilt:
+                self._end_turn()
                 # It gets the first of its new audio soon.
                 self._others.insert(self._newly_rebuilt, source)
                 self._newly_rebuilt += 1
             else:
+                self._turn_bytes = 0
                 self._others.append(source)
-            added += add(piece)
         return added
 
+    def _end_turn(self) -> None:
+        self._turn_bytes, self._rebuilt_turns = 0, self._rebuilt_turns + 1
+
     def _next_source(self) -> PacedSource:
-        if self._rebuilds and (self._rebuilt_pieces < REBUILT_PIECES or not self._others):
-            self._rebuilt_pieces += 1
+        if self._rebuilds and (self._rebuilt_turns < REBUILT_TURNS or not self._others):
             return self._rebuilds.popleft()
-        self._rebuilt_pieces = 0
+        self._rebuilt_turns = 0
         self._newly_rebuilt = max(0, self._newly_rebuilt - 1)
         return self._others.popleft()
 

@@ -70,6 +70,8 @@ HELD_SECONDS = 0.32
 LOUDER, INAUDIBLE_POWER = 4.0, 1e-7
 # How fast the level of the silence follows the audio. Louder audio raises it by little, because it may be speech.
 LEVEL_SECONDS = 1.0
+# A stream whose engine has this many seconds of audio to compute is late.
+LATE_SECONDS = 1.0
 # Most seconds of audio that wait, of a client that sends faster than people speak.
 MAX_HELD_SECONDS = 1.0
 
@@ -940,7 +942,9 @@ class EngineStream:
 
     def _cut_and_send(self, samples: NDArray[np.float32]) -> None:
         held, sent = self._held, self._cutter.samples_in
-        if not (self._unanswered or self._ended) and held.may_wait(samples, self._message_samples, sent):
+        # Words before a flush need the audio after it soon, unless the engine is behind with the audio that it has.
+        is_hurried = bool(self._unanswered) and not self._is_late
+        if not (is_hurried or self._ended) and held.may_wait(samples, self._message_samples, sent):
             held.add(samples)
             if self._held_timer is None:
                 self._held_timer = asyncio.get_running_loop().call_later(HELD_SECONDS, self._send_held)
@@ -949,6 +953,12 @@ class EngineStream:
             self._send_held()
         else:
             self._send_items(prepare(self._cutter, self._cutter.cut(samples), self._spec))
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the engine has audio to compute for longer than further audio would wait."""
+        late = self.replay_log.end - self.placement.computed
+        return late * self._spec.samples_per_position > LATE_SECONDS * self._spec.sample_rate
 
     @property
     def _message_samples(self) -> int:

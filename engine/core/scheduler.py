@@ -626,9 +626,12 @@ class Scheduler:
 
     @property
     def rebuild_backlog(self) -> int:
-        """Positions of rebuilds that could be computed now."""
-        streams = (self.streams[name] for name in self.rebuilding)
-        return sum(stream.rebuild_stop(self.spec) - stream.computed for stream in streams)
+        """Positions of rebuilds that could be computed and are in no plan."""
+        backlog = 0
+        for stream in map(self.streams.__getitem__, self.rebuilding):
+            task = self._planned.get(stream.slot)
+            backlog += max(0, stream.rebuild_stop(self.spec) - (stream.computed if task is None else task.end))
+        return backlog
 
     @property
     def others_wait(self) -> bool:

@@ -149,8 +149,13 @@ class LoadReport:
         applied yet."""
         self._measure_load(loop, now)
         self._measure_ticks(loop, now)
-        status, spec, totals = self.status, loop.scheduler.spec, loop.meter.totals
-        lags = [stream.available - stream.computed for stream in loop.scheduler.streams.values() if stream.live]
+        status, scheduler, totals = self.status, loop.scheduler, loop.meter.totals
+        spec = scheduler.spec
+        if len(scheduler.rebuilding) >= MANY_STREAMS and not scheduler.on_time_count:
+            # All live streams are late by seconds, so longer messages delay no word, and the thread has more time for
+            # the rebuild.
+            status.message_positions = MAX_MESSAGE_POSITIONS
+        lags = [stream.available - stream.computed for stream in scheduler.streams.values() if stream.live]
         status.lag_ms = 1000 * (max(lags, default=0) * spec.samples_per_position / spec.sample_rate + waited_s)
         status.speaking = sum(stream.speaking for stream in streams)
         recent = [stream for stream in streams if stream.live and stream.last_active_at > now - COUNTED_SECONDS]

@@ -258,6 +258,8 @@ REPLAY_STEPS_AHEAD, LONE_REPLAY_STEPS_AHEAD = 2, 4
 # others, which have been rebuilt, because their step takes the longer the more they are; at most the second value, half
 # a second on an H200. So the others have about a tenth of the device until all are rebuilt.
 STREAMS_A_REBUILD, MAX_REBUILDS_AHEAD_ALONE = 32, 8
+# A step with less to rebuild counts as a part of one, at least this part: the last streams are few and soon done.
+MIN_REBUILD_PART = 0.25
 # Rebuilding steps before such a step while most streams are on time: a stride's time. Uploads and rebuilt streams are
 # never late, and the streams on time may all be silent.
 MAX_REBUILDS_AHEAD = 4
@@ -291,22 +293,23 @@ class RebuildBudget:
         # Measured nanoseconds per position. The initial value keeps the first step small.
         self._position_ns = REBUILD_SHARE * self._stride_ns / MIN_REBUILD_POSITIONS
         # Consecutive steps that rebuilt streams. This value lets the other streams go first.
-        self._steps = 1
+        self._steps = 1.0
         # Live steps since the last one that rebuilt streams.
         self._live_steps = 0
 
     def positions(self) -> int:
         """Return the positions of a step that only rebuilds; 0: the next step rebuilds nothing."""
         scheduler = self._scheduler
-        if not scheduler.rebuild_waits:
-            self._steps = 1
+        if not scheduler.rebuild_waits and not self._rebuild_goes_on:
+            self._steps = 1.0
             return 0
         if self._others_go_first():
-            self._steps = 0
+            self._steps = 0.0
             # Late live streams may all be in a step that is under way: the next one is theirs too.
             self._live_steps += scheduler.others_wait
             return 0
-        self._steps += 1
+        part = 1.0 if scheduler.on_time_count else scheduler.rebuild_backlog / self._max_positions
+        self._steps += min(1.0, max(MIN_REBUILD_PART, part))
         self._live_steps = 0
         return self._step_limit
 
@@ -321,6 +324,12 @@ class RebuildBudget:
         """Positions of replayed audio that all gateways together may have sent without an acknowledgement."""
         ahead = REPLAY_STEPS_AHEAD if self._scheduler.on_time_count else LONE_REPLAY_STEPS_AHEAD
         return ahead * self._step_limit
+
+    @property
+    def _rebuild_goes_on(self) -> bool:
+        """Whether all streams with more to rebuild are in a step that is being computed, while no stream is on time.
+        Then the next step is empty: a step of the many others would take longer than the rebuild of these few."""
+        return bool(self._scheduler.rebuild_backlog) and not self._scheduler.on_time_count
 
     def _others_go_first(self) -> bool:
         """Whether the next step is for streams that are not rebuilt."""

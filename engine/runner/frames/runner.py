@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -509,16 +508,21 @@ class _Work:
 _Pass = tuple[list[_Work], Download]
 
 
-def pass_bounds(chunks: int, most: int) -> list[int]:
-    """Divide chunks into passes of at most `most`; returns the bounds. A recorded pass computes its padding, too, so
-    passes are full where they are efficient."""
-    bounds = [0]
-    while (rest := chunks - bounds[-1]) > 0:
-        count = min(rest, most)
+def chunk_passes(chunks: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Divide the chunks of streams into passes; `chunks` has their number by stream. Yields for each pass the indices
+    of its streams, at most `most`: the next chunk of each.
+
+    A recorded pass computes its padding, too. So passes are full where they are efficient, and the streams with the
+    most chunks left go first, which leaves few for the end.
+    """
+    left = list(chunks)
+    while due := sorted((index for index, count in enumerate(left) if count), key=lambda index: -left[index]):
+        count = min(len(due), most)
         if count > EFFICIENT_CHUNKS:
             count = max(size for size in CHUNK_STREAMS if size <= count)
-        bounds.append(bounds[-1] + count)
-    return bounds
+        for index in due[:count]:
+            left[index] -= 1
+        yield due[:count]
 
 
 def chunk_sizes(layouts: Sequence[StackLayout]) -> list[int]:
@@ -820,9 +824,10 @@ class VoxtralRunner(Runner):
         done: Download | None = None
         for size in self._chunk_sizes:
             # A chunk must have known tokens only, and some that are not computed yet.
-            while due := [item for item in work if size <= (known := self._known(item)) and known > item.done]:
-                for start, end in pairwise(pass_bounds(len(due), self._max_chunks(size))):
-                    done = self._run_chunks(due[start:end], size)
+            due = [item for item in work if size <= (known := self._known(item)) and known > item.done]
+            chunks = [-(-(self._known(item) - item.done) // size) for item in due]
+            for indices in chunk_passes(chunks, self._max_chunks(size)):
+                done = self._run_chunks([due[index] for index in indices], size)
         rebuilt = [
             (item.task.slot, item.task.start - self.spec.prefix_positions + item.done) for item in work if item.done
         ]

@@ -23,7 +23,7 @@ from engine.client.link import (
     BATCH_BYTES,
     MAX_PARALLEL_REPLAYS,
     POSITIONS_A_REPLAY,
-    REBUILT_PIECES,
+    REBUILT_TURNS,
     REPLAY_WINDOW_BYTES,
     SAMPLE_BYTES,
     EngineLink,
@@ -194,7 +194,7 @@ async def test_audio_that_is_rebuilt_is_sent_before_the_rest() -> None:
     assert sent[:4] == ["moved 0", "moved 1"] * 2, "two at a time, as the engine allows"
     assert all(pieces[name][1] - pieces[name][0] <= 3 for name in names), "a stream is rebuilt without a pause"
     others = [number for name in names for number in pieces[name][2:] if number < pieces[names[-1]][1]]
-    assert 0 < len(others) <= 2 * len(names) / REBUILT_PIECES + 1
+    assert 0 < len(others) <= 2 * len(names) / REBUILT_TURNS + 1
     link.close()
 
 
@@ -417,6 +417,31 @@ def test_more_replays_than_an_engine_rebuilds_together_take_no_turns() -> None:
     first = [number for number in taken if number < MAX_PARALLEL_REPLAYS]
     assert taken.index(MAX_PARALLEL_REPLAYS) >= len(first) - MAX_PARALLEL_REPLAYS
     assert taken.index(3 * MAX_PARALLEL_REPLAYS - 1) > 2 * len(first) - MAX_PARALLEL_REPLAYS
+
+
+def test_a_replay_is_sent_a_whole_step_in_its_turn_however_short_its_turns_of_speech_are() -> None:
+    """Otherwise half of the streams have too little audio for their part of a step."""
+    outbox, taken = SendQueue(), list[str]()
+    outbox.allow_replays(4096, PAYLOAD.nbytes)
+
+    class Source:
+        is_rebuilt = True
+
+        def __init__(self, name: str, length: int) -> None:
+            self.name, self.length, self.sent = name, length, 0
+
+        def next_piece(self) -> Any:
+            taken.append(self.name)
+            self.sent += self.length
+            return Feed(self.name, []), items(self.name, self.length, self.sent - self.length)
+
+    outbox.add_source(Source("long", 64))
+    outbox.add_source(Source("short", 16))
+    outbox.add_source(Source("middle", 40))
+    while outbox.has_more:
+        batch_of(outbox)
+    turn = ["long", *["short"] * 4, *["middle"] * 2]
+    assert taken[: 3 * len(turn)] == turn * 3
 
 
 LONG = 300_000

@@ -446,6 +446,21 @@ def test_messages_of_streams_that_began_at_different_times_stay_spread_over_the_
     assert {begun: sent_at(begun)[:2] for begun in (3, 4, 5)} == {3: [2, 5], 4: [1, 4], 5: [0, 3]}
 
 
+@pytest.mark.parametrize("late_s", [0.5, 2.0])
+def test_audio_after_an_unanswered_flush_waits_only_if_the_engine_is_late(late_s: float) -> None:
+    """The words before the flush need it soon, but the engine computes the audio before it first."""
+
+    async def story(held: Held) -> None:
+        for number in range(round(late_s / 0.08)):
+            await held.stream.feed(noise(POSITION, LOUD, number))
+        await held.stream.flush(0)
+        held.status.message_positions = 4
+        await held.stream.feed(noise(POSITION // 4, LOUD))
+        assert held.stream.holds_audio == (late_s > 1.0)
+
+    run(story)
+
+
 def test_uploads_are_sent_at_once() -> None:
     async def story(held: Held) -> None:
         held.status.message_positions = 4

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from engine.messages import Open
-from engine.server.host import MANY_STREAMS, LoadReport, active_at_once
+from engine.server.host import MANY_STREAMS, MAX_MESSAGE_POSITIONS, LoadReport, active_at_once
 from engine.server.loop import EngineLoop
 from engine.server.metering import ENOUGH_STEPS
 from tests.engine import fakes
@@ -118,6 +118,22 @@ def test_a_thread_that_is_busy_in_short_ticks_has_time(on_device: EngineLoop) ->
 def test_the_thread_is_judged_without_the_ticks_in_which_streams_were_rebuilt(on_device: EngineLoop) -> None:
     report, busy, mostly_rebuilding = LoadReport(on_device, 0.0), ([50.0] * 11, 30.0, 400.0), ([50.0] * 2, 0.0, 900.0)
     assert message_positions(report, on_device, [busy, busy, mostly_rebuilding, busy]) == [2, 3, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("rebuilding", "on_time", "asked"),
+    [(MANY_STREAMS - 1, 0, 1), (MANY_STREAMS, 0, MAX_MESSAGE_POSITIONS), (MANY_STREAMS, 1, 1)],
+)
+def test_messages_are_long_at_once_while_all_of_many_streams_are_late(
+    rebuilding: int, on_time: int, asked: int, on_device: EngineLoop
+) -> None:
+    report = LoadReport(on_device, 0.0)
+    on_device.scheduler.rebuilding = {f"lost {number}" for number in range(rebuilding)}
+    on_device.scheduler.recovering = {f"live {number}" for number in range(on_time, STREAMS)}
+    report.measure(on_device, [], 0.0, 0.01)
+    assert report.status.message_positions == asked
+    on_device.scheduler.rebuilding = set()
+    assert message_positions(report, on_device, [CALM] * 3)[-1] == 1
 
 
 def test_messages_for_a_model_on_the_processor_stay_as_they_are(loop: EngineLoop) -> None:

@@ -447,6 +447,19 @@ class TestRebuilding:
         sizes = [plan.rebuilt_positions for plan in runner.plans if plan.rebuilt_positions]
         assert sizes[:6] == [2048] * 6 and sum(sizes) == 160 * 128
 
+    def test_the_last_streams_are_rebuilt_without_steps_of_all_others_in_between(self) -> None:
+        """While a step under way has all streams with more to rebuild, the next step is empty."""
+        loop, runner = self.loop(160, position_ns=100_000)
+        runner.overlaps_steps = True
+        self.bring_back(loop, [f"done{number}" for number in range(150)], 16, new=1000)
+        self.bring_back(loop, [f"r{number}" for number in range(8)], 1024, new=20)
+        drain(loop)
+        kinds = [plan.rebuilt_positions > 0 for plan in runner.plans if plan.decode]
+        last = len(kinds) - kinds[::-1].index(True)
+        few = kinds[last - 24 : last]
+        assert few.count(False) <= 2, few
+        assert any(not plan.decode for plan in runner.plans)
+
     def test_replayed_audio_is_taken_in_for_two_steps_and_no_more(self) -> None:
         loop, _ = self.loop(160)
         assert loop.replay_room == 0, "nothing is rebuilt"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runner.frames.runner import CHUNK_STREAMS, EFFICIENT_CHUNKS, choose, next_blank_runs, pass_bounds
+from engine.runner.frames.runner import CHUNK_STREAMS, EFFICIENT_CHUNKS, choose, chunk_passes, next_blank_runs
 
 PAD = 32
 
@@ -63,10 +61,23 @@ def test_runs_count_blanks_that_the_model_chose() -> None:
     assert next_blank_runs(runs, tokens, torch.tensor([True, True, False])).tolist() == [6, 0, 5]
 
 
-@given(chunks=st.integers(0, 700), most=st.sampled_from(CHUNK_STREAMS))
-def test_passes_of_chunks_have_little_padding(chunks: int, most: int) -> None:
-    bounds = pass_bounds(chunks, most)
-    counts = [end - start for start, end in pairwise(bounds)]
-    assert bounds[0] == 0 and bounds[-1] == chunks and all(0 < count <= most for count in counts)
-    computed = sum(min(size for size in CHUNK_STREAMS if size >= count) for count in counts)
-    assert computed - chunks < EFFICIENT_CHUNKS / 2
+@given(
+    chunks=st.one_of(st.lists(st.integers(0, 4), max_size=300), st.lists(st.just(4), max_size=300)),
+    most=st.sampled_from(CHUNK_STREAMS),
+)
+def test_passes_have_each_chunk_once_and_little_padding(chunks: list[int], most: int) -> None:
+    passes = list(chunk_passes(chunks, most))
+    assert all(0 < len(part) <= most and len(set(part)) == len(part) for part in passes)
+    assert [sum(part.count(index) for part in passes) for index in range(len(chunks))] == chunks
+    # A pass is full, or it has all streams with chunks left.
+    longest, computed = max(chunks, default=0), sum(recorded_chunks(len(part)) for part in passes)
+    assert computed < sum(chunks) + (longest + 1) * max(EFFICIENT_CHUNKS, 1)
+
+
+def test_a_few_streams_more_than_a_full_pass_do_not_double_the_passes() -> None:
+    passes = list(chunk_passes([4] * 37, CHUNK_STREAMS[-1]))
+    assert [recorded_chunks(len(part)) for part in passes] == [32, 32, 32, 32, 32]
+
+
+def recorded_chunks(count: int) -> int:
+    return min(size for size in CHUNK_STREAMS if size >= count)
