@@ -235,20 +235,34 @@ def decode(frames: Frames, to_engine: bool) -> Any:
 
 
 def payload_of(data: PayloadPlace, frames: Frames) -> Payload | None:
-    """Return a copy of an item's payload, or None if the message does not carry it. Raises WireError."""
+    """Return a copy of an item's payload, or None if the message does not carry it. The payload frame may be a list of
+    its pieces. Raises WireError."""
     start, size = data.start, data.size
     if start is None:
         return None
-    available = len(frames[1]) if len(frames) > 1 else 0
+    frame = frames[1] if len(frames) > 1 else b""
+    available = sum(map(len, frame)) if isinstance(frame, list) else len(frame)
     if start < 0 or not 0 < size <= available - start:
         raise WireError(f"a payload of {size} bytes from {start} on, in a message that has {available}")
     if size % 4:
         raise WireError(f"a payload is not float32 data: it has {size} bytes")
     try:
-        payload = np.frombuffer(frames[1], np.float32, size // 4, start).copy()
+        if isinstance(frame, list):
+            payload = np.frombuffer(_cut(frame, start, size), np.float32)
+        else:
+            payload = np.frombuffer(frame, np.float32, size // 4, start).copy()
         return payload if data.rows is None else payload.reshape(data.rows, -1)
     except (ValueError, OverflowError) as error:
         raise WireError(f"a payload is not float32 data: {error}") from None
+
+
+def _cut(pieces: Sequence[Any], start: int, size: int) -> bytearray:
+    """Return a copy of these bytes of a frame that came in pieces."""
+    parts = []
+    for piece in pieces:
+        parts.append(memoryview(piece)[start : start + size])
+        start, size = max(0, start - len(piece)), size - len(parts[-1])
+    return bytearray().join(parts)
 
 
 def rows_of(payload: Payload | None) -> int | None:

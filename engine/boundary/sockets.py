@@ -282,18 +282,19 @@ def pieces_of(frames: Sequence[Any]) -> Sequence[Any]:
 
 
 def join_pieces(pieces: Sequence[Any]) -> Frames:
-    """Return the frames of a message that was sent in pieces. A frame of one piece is not copied."""
+    """Return the frames of a message that was sent in pieces. The first one, the header, is whole. A longer payload
+    frame stays a list of its pieces, because each item's part of it is copied in any case (`codec.payload_of`)."""
     if all(len(piece) < FRAME_BYTES for piece in pieces):
         return pieces
     frames: list[Any] = []
     parts: list[Any] = []
-    for piece in pieces:
+    # A last piece is missing only if the peer does not follow the protocol; then the decoder refuses the message.
+    for piece in [*pieces, b""] if len(pieces[-1]) == FRAME_BYTES else pieces:
         parts.append(piece)
         if len(piece) < FRAME_BYTES:
-            frames.append(b"".join(parts) if len(parts) > 1 else piece)
+            frames.append(parts[0] if len(parts) == 1 else parts if frames else b"".join(parts))
             parts = []
-    # A last piece is missing only if the peer does not follow the protocol; then the decoder refuses the message.
-    return [*frames, b"".join(parts)] if parts else frames
+    return frames
 
 
 class GatewaySocket:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.boundary import sockets
+from engine.boundary.codec import PayloadPlace, WireError, payload_of
 from engine.boundary.sockets import FRAME_BYTES, EngineSocket, GatewaySocket, LinkKeys, join_pieces, pieces_of
 
 MIB = 1024 * 1024
@@ -93,7 +96,7 @@ def received(engine: EngineSocket) -> tuple[bytes, list[bytes]]:
         engine.wait(0.05)
         message = engine.receive()
         if message is not None:
-            return message[0], [bytes(frame) for frame in message[1]]
+            return message[0], whole(message[1])
     raise AssertionError("no message has arrived")
 
 
@@ -106,7 +109,7 @@ async def test_a_message_of_any_size_crosses_both_ways(kind: str, tmp_path: Path
     gateway = GatewaySocket(
         zmq.Context.instance(),
         engine.bound_to,
-        lambda frames: arrived.put_nowait([bytes(frame) for frame in frames]),
+        lambda frames: arrived.put_nowait(whole(frames)),
         pytest.fail,
         pytest.fail,
         keys,
@@ -119,7 +122,7 @@ async def test_a_message_of_any_size_crosses_both_ways(kind: str, tmp_path: Path
             name, frames = await asyncio.to_thread(received, engine)
             assert frames == message
             assert engine.send(name, message)
-            assert await asyncio.wait_for(arrived.get(), 10) == message
+            assert whole(await asyncio.wait_for(arrived.get(), 10)) == message
     finally:
         gateway.close()
         engine.close()
@@ -133,4 +136,28 @@ def test_no_piece_is_longer_than_the_limit_and_the_frames_come_back(sizes: list[
         frames = [bytes([number]) * size for number, size in enumerate(sizes)]
         pieces = pieces_of(frames)
         assert all(len(piece) <= 8 for piece in pieces)
-        assert [bytes(frame) for frame in join_pieces([bytes(piece) for piece in pieces])] == frames
+        joined = join_pieces([bytes(piece) for piece in pieces])
+        assert whole(joined) == frames
+        assert not joined or isinstance(joined[0], bytes), "the header is whole"
+
+
+def whole(frames: Sequence[Any]) -> list[bytes]:
+    return [b"".join(frame) if isinstance(frame, list) else bytes(frame) for frame in frames]
+
+
+@given(size=st.integers(4, 60), data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_payload_is_the_same_in_whatever_pieces_its_frame_came(size: int, data: st.DataObject) -> None:
+    frame = bytes(range(size))
+    start = data.draw(st.integers(0, size - 4))
+    length = 4 * data.draw(st.integers(1, (size - start) // 4))
+    cuts = sorted(data.draw(st.sets(st.integers(1, size - 1))))
+    pieces = [frame[begin:end] for begin, end in pairwise([0, *cuts, size])]
+    place = PayloadPlace(b"k", start, length, None)
+    expected, found = payload_of(place, [b"header", frame]), payload_of(place, [b"header", pieces])
+    assert expected is not None and found is not None
+    assert found.tobytes() == expected.tobytes() == frame[start : start + length]
+    assert found.flags.writeable
+    for wrong in (PayloadPlace(b"k", start, size + 4, None), PayloadPlace(b"k", size, 4, None)):
+        with pytest.raises(WireError, match="in a message that has"):
+            payload_of(wrong, [b"header", pieces])
