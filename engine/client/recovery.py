@@ -114,8 +114,9 @@ class Recovery:
                 self.held.add(stream)
 
     def release(self, streams: list[EngineStream]) -> None:
-        """The crash suspects are known: streams that have not been ended may be reopened, those with speech first."""
-        for stream in sorted(streams, key=lambda stream: stream.is_silent):
+        """The crash suspects are known: streams that have not been ended may be reopened, those with speech first, and
+        of these the ones with the least to replay: so most wait for less."""
+        for stream in sorted(streams, key=lambda stream: (stream.is_silent, len(stream.replay_log))):
             if stream in self.held:
                 self.held.remove(stream)
                 self.waiting.append(stream)

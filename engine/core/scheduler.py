@@ -70,6 +70,9 @@ STALLED_STEPS = 100
 # waiting streams takes part. Without it they would never catch up, because a stream is in every second step at most.
 MAX_CATCH_UP_POSITIONS = 4
 LATE_SHARE = 0.25
+# While streams are rebuilt and none is on time, a step of the others has so many streams, those with the fewest new
+# positions first. A step of all would take longer, and the streams that were rebuilt last would wait longer for words.
+FIRST_WORDS_STREAMS = 64
 # A stream may be parked when its last audio to compute arrived this long ago: longer than the gaps in the audio of a
 # usual connection.
 PARKED_AFTER_NS = 500_000_000
@@ -331,13 +334,15 @@ class Planner:
         """Return the end of the positions that a rebuild computes next. Avoids a remainder that is too short to be
         efficient."""
         start, stop = stream.computed, stream.rebuild_stop(self._spec)
-        step, part = self._replay_positions, self._spec.replay_part
-        if step < stop - start < step + part:
+        step, part, length = self._replay_positions, self._spec.replay_part, stop - stream.computed
+        if step < length < step + part:
             step += part if step + part <= self._spec.replay_positions else -part
-        if self._positions < min(step, stop - start):
+        if self._positions < min(step, length):
             step = self._positions // part * part
-            if not step and not self._decode:
-                step = self._positions
+            if step < length < step + part:
+                step -= part
+            if step <= 0:
+                step = 0 if self._decode else self._positions
         return min(start + step, stop)
 
     def _may_catch_up(self, stream: Stream) -> bool:
@@ -395,6 +400,11 @@ class Planner:
 
 
 # All streams, and their queues.
+
+
+def _first_words_first(stream: Stream) -> int:
+    """Sort key of rebuilt streams: those with the fewest positions beyond the known tokens first."""
+    return stream.computed - stream.forced_until
 
 
 def _rebuild_order(stream: Stream) -> tuple[bool, int]:
@@ -697,10 +707,16 @@ class Scheduler:
             if rebuilt:
                 self.live = [stream for stream in self.live if not stream.is_rebuilding]
             if live:
-                self.live.sort(key=_oldest_first)
+                later: list[Stream] = []
+                if self.rebuilding and not self.on_time_count:
+                    self.live.sort(key=_first_words_first)
+                    later = self.live[FIRST_WORDS_STREAMS:]
+                    del self.live[FIRST_WORDS_STREAMS:]
+                else:
+                    self.live.sort(key=_oldest_first)
                 if not self.spec.rereads_window:
                     self._let_catch_up(planner)
-                self.live = planner.add_all(self.live)
+                self.live = planner.add_all(self.live) + later
             if rebuilt and rebuild_positions:
                 first = len(plan.decode)
                 rebuilt.sort(key=_rebuild_order)
@@ -851,8 +867,8 @@ class Scheduler:
 
     def _let_catch_up(self, planner: Planner) -> None:
         """Let streams that are behind compute several positions in this step: as many as a share of `LATE_SHARE` of
-        the waiting streams has, and no more than two while others are rebuilt, because these wait, too. If it is one,
-        recovered streams compute two. While streams on time and rebuilds share the device, recovered streams wait."""
+        the waiting streams has. If it is one, recovered streams compute two. While streams on time and rebuilds share
+        the device, recovered streams wait."""
         held_back = self.recovering if self.rebuilding and self.on_time_count else ()
         late = {
             stream.id: behind
@@ -861,15 +877,15 @@ class Scheduler:
             and stream.id not in held_back
             and stream.id not in self.suspects
         }
-        positions, few = 1, MAX_CATCH_UP_POSITIONS // 2
-        while positions < (few if self.rebuilding else MAX_CATCH_UP_POSITIONS):
+        positions = 1
+        while positions < MAX_CATCH_UP_POSITIONS:
             if sum(behind > positions for behind in late.values()) < max(1, LATE_SHARE * len(self.live)):
                 break
             positions += 1
         if positions > 1:
             planner.let_catch_up(late, positions)
         elif recovered := late.keys() & self.recovering:
-            planner.let_catch_up(recovered, few)
+            planner.let_catch_up(recovered, MAX_CATCH_UP_POSITIONS // 2)
 
     def _note_recovery(self, stream: Stream) -> None:
         """Note that the stream has been rebuilt, or has caught up."""

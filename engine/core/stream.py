@@ -502,10 +502,12 @@ class Stream:
 
     def rebuild_stop(self, spec: ModelSpec) -> int:
         """Return the position up to which the stream can be rebuilt now. As long as more of the audio with known tokens
-        is to come, that is in multiples of `ModelSpec.replay_part`."""
+        is to come, that is in multiples of `ModelSpec.replay_part`, and leaves at least that for the last step."""
         if self.available >= self.forced_until or self.finished:
             return min(self.available, self.forced_until)
-        return self.available - (self.available - self.computed) % spec.replay_part
+        part = spec.replay_part
+        parts = min(self.available - self.computed, self.forced_until - self.computed - part) // part
+        return self.computed + max(0, parts) * part
 
     def is_due(self, spec: ModelSpec) -> bool:
         """Whether a step would have something to do for the stream."""

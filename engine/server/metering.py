@@ -254,6 +254,9 @@ LIVE_STEPS_A_REBUILD = 4
 # Positions of replays that gateways may have under way, in rebuilding steps. Live audio waits for them, because the
 # commands of a gateway are applied in order. While no stream is on time, the device must not wait for replays.
 REPLAY_STEPS_AHEAD, LONE_REPLAY_STEPS_AHEAD = 2, 4
+# Rebuilding steps for which the engine has received audio, besides one that is being computed. The next step takes
+# streams that are not in that one, and they need a whole part each: two steps of audio are not enough.
+BACKLOG_STEPS = 3
 # Rebuilding steps before a step of other streams while no stream is on time: one, and one more for each so many of the
 # others, which have been rebuilt, because their step takes the longer the more they are; at most the second value, half
 # a second on an H200. So the others have about a tenth of the device until all are rebuilt.
@@ -315,9 +318,9 @@ class RebuildBudget:
 
     @property
     def room(self) -> int:
-        """Positions of replayed audio to receive before the next step, so that two steps have enough to rebuild."""
+        """Positions of replayed audio to receive before the next step."""
         scheduler = self._scheduler
-        return max(0, 2 * self._step_limit - scheduler.rebuild_backlog) if scheduler.rebuilding else 0
+        return max(0, BACKLOG_STEPS * self._step_limit - scheduler.rebuild_backlog) if scheduler.rebuilding else 0
 
     @property
     def positions_under_way(self) -> int:

@@ -25,7 +25,7 @@ from engine.core import scheduler
 from engine.core.plan import Moves
 from engine.core.scheduler import Limits, Scheduler
 from engine.errors import EngineUnreachable
-from engine.messages import Abort, Closed, Dead, Feed, Finish, Flush, Open, Opened, Speech
+from engine.messages import Abort, Closed, Dead, Feed, Finish, Flush, Item, Open, Opened, Speech
 from engine.server.loop import EngineLoop
 from engine.spec import KvGroup
 from tests.engine import fakes
@@ -371,14 +371,15 @@ async def test_the_end_is_not_missed_when_something_else_happens_at_the_same_tim
 
 async def test_streams_with_speech_are_opened_again_before_silent_ones() -> None:
     waits = Recovery(EnginePool([], 0.0), 600, lambda: 0.0)
-    streams = [EngineStream(Open(f"s{n}"), fakes.FRAMES, StreamLimits(10, 10), lambda stream: None) for n in range(4)]
+    streams = [EngineStream(Open(f"s{n}"), fakes.FRAMES, StreamLimits(10, 10), lambda stream: None) for n in range(5)]
     for number, stream in enumerate(streams):
         stream.on_output(Opened(stream.id))
         stream.on_output(Speech(stream.id, 0, fakes.FRAME, [0.1], skipped=number in (0, 2)))
+        stream.replay_log.add([Item(position, 1, 0) for position in range(5 - number)])
         stream.detach("lost", 0.0)
     waits.hold(streams)
     waits.release(streams)
-    assert [stream.id for stream in waits.waiting] == ["s1", "s3", "s0", "s2"]
+    assert [stream.id for stream in waits.waiting] == ["s4", "s3", "s1", "s2", "s0"], "the shortest first"
 
 
 async def drain_first_engine(play: Play) -> int:

@@ -10,11 +10,19 @@ import numpy as np
 import pytest
 
 from engine.core.plan import DecodeResult, StepPlan, TimedToken
-from engine.core.scheduler import PARKED_AFTER_NS, STALLED_STEPS, Limits, Scheduler
+from engine.core.scheduler import (
+    FIRST_WORDS_STREAMS,
+    MAX_CATCH_UP_POSITIONS,
+    PARKED_AFTER_NS,
+    STALLED_STEPS,
+    Limits,
+    Scheduler,
+)
 from engine.messages import Abort, Closed, Feed, Finish, Item, Open, Output, Text
 from engine.runner.base import SynchronousRunner, never
 from engine.server.loop import EngineLoop
 from engine.server.metering import (
+    BACKLOG_STEPS,
     LATE_SHARE,
     LIVE_STEPS_A_REBUILD,
     LONE_REPLAY_STEPS_AHEAD,
@@ -447,6 +455,22 @@ class TestRebuilding:
         sizes = [plan.rebuilt_positions for plan in runner.plans if plan.rebuilt_positions]
         assert sizes[:6] == [2048] * 6 and sum(sizes) == 160 * 128
 
+    def test_streams_that_were_just_rebuilt_have_the_next_words(self) -> None:
+        """A step of all others would take longer, and has more positions of those that have words already."""
+        loop, runner = self.loop(400, position_ns=10_000)
+        self.bring_back(loop, [f"first{number}" for number in range(200)], 16, new=400)
+        self.bring_back(loop, [f"r{number}" for number in range(100)], 640, new=400)
+        while loop.scheduler.rebuilding:
+            streams = loop.scheduler.streams
+            new = {name: s.computed - s.forced_until for name, s in streams.items() if s.computed >= s.forced_until}
+            loop.step()
+            plan = runner.plans[-1]
+            if plan.rebuilt_positions or not plan.decode:
+                continue
+            has_more = {task.stream for task in plan.decode}
+            assert len(has_more) == min(FIRST_WORDS_STREAMS, len(new))
+            assert max(new.pop(name) for name in has_more) <= min(new.values(), default=400)
+
     def test_the_last_streams_are_rebuilt_without_steps_of_all_others_in_between(self) -> None:
         """While a step under way has all streams with more to rebuild, the next step is empty."""
         loop, runner = self.loop(160, position_ns=100_000)
@@ -460,17 +484,31 @@ class TestRebuilding:
         assert few.count(False) <= 2, few
         assert any(not plan.decode for plan in runner.plans)
 
-    def test_replayed_audio_is_taken_in_for_two_steps_and_no_more(self) -> None:
+    def test_replayed_audio_is_taken_in_for_a_few_steps_and_no_more(self) -> None:
         loop, _ = self.loop(160)
+        room = BACKLOG_STEPS * 2048
         assert loop.replay_room == 0, "nothing is rebuilt"
         loop.submit([Open(f"r{number}", forced_tokens=[1] * 640) for number in range(160)], 0)
-        assert loop.replay_room == 2 * 2048
+        assert loop.replay_room == room
         loop.submit([audio(f"r{number}", 0, 16, REBUILT) for number in range(160)], 0)
-        assert loop.replay_room == 2 * 2048 - 16 * 160
+        assert loop.replay_room == room - 16 * 160
         loop.submit([audio(f"r{number}", 16, 32, REBUILT) for number in range(160)], 0)
         assert loop.replay_room == 0
-        drain(loop)
-        assert loop.replay_room == 2 * 2048, "all of it is computed, and more is to come"
+        plan = loop.scheduler.plan(live=False, upload_positions=0, rebuild_positions=2048)
+        assert plan.rebuilt_positions == 2048
+        assert loop.replay_room == room - 48 * 160 + 2048, "what is being computed counts no more"
+
+    def test_the_last_positions_are_no_short_rest_whenever_their_audio_comes(self) -> None:
+        """Fewer positions than a part cost up to seven passes."""
+        for known in range(64, 129, 3):
+            loop, runner = self.loop(1)
+            loop.submit([Open("r", forced_tokens=[1] * known)], 0)
+            for start in range(0, known, 7):
+                loop.submit([audio("r", start, min(7, known - start), REBUILT)], 0)
+                drain(loop)
+            sizes = [task.end - task.start for plan in runner.plans for task in plan.decode]
+            assert sum(sizes) == known and min(sizes) >= 16
+            assert all(size % 16 == 0 for size in sizes[:-1])
 
     def test_each_stream_goes_on_as_soon_as_it_is_rebuilt(self) -> None:
         loop, runner = self.loop(160)
@@ -511,7 +549,7 @@ class TestRebuilding:
         last_rebuild = max(number for number, plan in enumerate(runner.plans) if plan.rebuilt_positions)
         before = runner.plans[:last_rebuild]
         new = [task for plan in before for task in plan.decode if task.stream in early and task.start >= 128]
-        assert max(task.end - task.start for task in new) == 2, "the rest waits for each further frame"
+        assert max(task.end - task.start for task in new) == MAX_CATCH_UP_POSITIONS
         assert {task.stream for task in new if task.end == 148} == set(early), "they had caught up before"
         sizes = [plan.rebuilt_positions for plan in before if plan.rebuilt_positions]
         assert min(sizes[: len(sizes) * 2 // 3]) == 2048 and min(sizes) >= 4 * 64, "at the end four streams are left"
