@@ -812,6 +812,12 @@ class EngineStream:
         return self._held.is_skipped
 
     @property
+    def behind_s(self) -> float:
+        """Seconds of audio that the engine has not computed."""
+        behind = self.replay_log.end - self.placement.computed
+        return behind * self._spec.samples_per_position / self._spec.sample_rate
+
+    @property
     def is_at_pause(self) -> bool:
         """Whether there is silence, and no flush is unanswered."""
         return not self.outputs.speech_continues and not self._unanswered
@@ -943,7 +949,7 @@ class EngineStream:
     def _cut_and_send(self, samples: NDArray[np.float32]) -> None:
         held, sent = self._held, self._cutter.samples_in
         # Words before a flush need the audio after it soon, unless the engine is behind with the audio that it has.
-        is_hurried = bool(self._unanswered) and not self._is_late
+        is_hurried = bool(self._unanswered) and self.behind_s <= LATE_SECONDS
         if not (is_hurried or self._ended) and held.may_wait(samples, self._message_samples, sent):
             held.add(samples)
             if self._held_timer is None:
@@ -953,12 +959,6 @@ class EngineStream:
             self._send_held()
         else:
             self._send_items(prepare(self._cutter, self._cutter.cut(samples), self._spec))
-
-    @property
-    def _is_late(self) -> bool:
-        """Whether the engine has audio to compute for longer than further audio would wait."""
-        late = self.replay_log.end - self.placement.computed
-        return late * self._spec.samples_per_position > LATE_SECONDS * self._spec.sample_rate
 
     @property
     def _message_samples(self) -> int:

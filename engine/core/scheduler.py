@@ -70,8 +70,8 @@ STALLED_STEPS = 100
 # waiting streams takes part. Without it they would never catch up, because a stream is in every second step at most.
 MAX_CATCH_UP_POSITIONS = 4
 LATE_SHARE = 0.25
-# While streams are rebuilt and none is on time, a step of the others has so many streams, those with the fewest new
-# positions first. A step of all would take longer, and the streams that were rebuilt last would wait longer for words.
+# While more streams are rebuilt than are on time, a step has so many of those that are rebuilt already: those with the
+# fewest new positions. A step of all would take longer, for streams on time and for those that wait for first words.
 FIRST_WORDS_STREAMS = 64
 # A stream may be parked when its last audio to compute arrived this long ago: longer than the gaps in the audio of a
 # usual connection.
@@ -402,11 +402,6 @@ class Planner:
 # All streams, and their queues.
 
 
-def _first_words_first(stream: Stream) -> int:
-    """Sort key of rebuilt streams: those with the fewest positions beyond the known tokens first."""
-    return stream.computed - stream.forced_until
-
-
 def _rebuild_order(stream: Stream) -> tuple[bool, int]:
     """Sort key of rebuilds: streams with recent speech first, then those with the fewest positions left."""
     return not stream.spoke_lately, stream.forced_until - stream.computed
@@ -644,6 +639,12 @@ class Scheduler:
         return backlog
 
     @property
+    def rebuild_to_come(self) -> int:
+        """Positions with known tokens whose audio has not arrived."""
+        streams = map(self.streams.__getitem__, self.rebuilding)
+        return sum(max(0, stream.forced_until - stream.available) for stream in streams)
+
+    @property
     def others_wait(self) -> bool:
         """Whether something other than rebuilds waits."""
         return self.uploads_wait or any(not stream.is_rebuilding for stream in self.live)
@@ -707,13 +708,10 @@ class Scheduler:
             if rebuilt:
                 self.live = [stream for stream in self.live if not stream.is_rebuilding]
             if live:
+                self.live.sort(key=_oldest_first)
                 later: list[Stream] = []
-                if self.rebuilding and not self.on_time_count:
-                    self.live.sort(key=_first_words_first)
-                    later = self.live[FIRST_WORDS_STREAMS:]
-                    del self.live[FIRST_WORDS_STREAMS:]
-                else:
-                    self.live.sort(key=_oldest_first)
+                if len(self.rebuilding) > self.on_time_count:
+                    self.live, later = self._first_words()
                 if not self.spec.rereads_window:
                     self._let_catch_up(planner)
                 self.live = planner.add_all(self.live) + later
@@ -864,6 +862,14 @@ class Scheduler:
         if stream.is_rebuilding:
             return min(stream.computed + spec.replay_positions, stream.forced_until)
         return stream.computed + spec.step_positions
+
+    def _first_words(self) -> tuple[list[Stream], list[Stream]]:
+        """Divide the live streams of a step while most are being rebuilt: all that are on time, and those of the
+        others that have the fewest new positions; the rest waits."""
+        on_time = [stream for stream in self.live if stream.id not in self.recovering]
+        recovering = [stream for stream in self.live if stream.id in self.recovering]
+        recovering.sort(key=lambda stream: stream.computed - stream.forced_until)
+        return on_time + recovering[:FIRST_WORDS_STREAMS], recovering[FIRST_WORDS_STREAMS:]
 
     def _let_catch_up(self, planner: Planner) -> None:
         """Let streams that are behind compute several positions in this step: as many as a share of `LATE_SHARE` of

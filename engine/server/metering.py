@@ -320,7 +320,11 @@ class RebuildBudget:
     def room(self) -> int:
         """Positions of replayed audio to receive before the next step."""
         scheduler = self._scheduler
-        return max(0, BACKLOG_STEPS * self._step_limit - scheduler.rebuild_backlog) if scheduler.rebuilding else 0
+        if not scheduler.rebuilding:
+            return 0
+        # Behind the last of the replays there is late audio, which takes the thread's time from the last rebuilds.
+        missing = BACKLOG_STEPS * self._step_limit - scheduler.rebuild_backlog
+        return max(0, min(missing, scheduler.rebuild_to_come))
 
     @property
     def positions_under_way(self) -> int:

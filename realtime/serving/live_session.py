@@ -237,6 +237,11 @@ class StreamRunner:
     def engine_stream(self) -> EngineStream | None:
         return self.stream if isinstance(self.stream, EngineStream) else None
 
+    @property
+    def behind_s(self) -> float:
+        """Seconds of audio that the engine has not computed."""
+        return 0.0 if self.engine_stream is None else self.engine_stream.behind_s
+
     def restart_stream(self, reanchor: Reanchor) -> None:
         """Abandon the current stream and begin a new one with the session's current options."""
         self._generation += 1
@@ -607,7 +612,7 @@ class LiveSession:
     def _final_is_due(self) -> None:
         self._final_timer_runs = False
         if self.session.final_due is not None:
-            self.submit(Tick())
+            self.submit(Tick(self.runner.behind_s))
 
     def send_event(self, event: ServerEvent) -> None:
         """Send the client an event that does not come from the core."""
@@ -629,7 +634,7 @@ class LiveSession:
 
     def tick(self) -> None:
         if self.session.appended or self.session.phase is SessionPhase.FINISHING:
-            self.submit(Tick())
+            self.submit(Tick(self.runner.behind_s))
         if self.handoff is not None and self.resumable:
             self.handoff.check_engine()
 

@@ -62,8 +62,9 @@ from realtime.session.events import (
 from realtime.session.settings import INCLUDE_ACKS, Settings
 from realtime.session.words import timed_word
 
-# If this much audio has no speech probabilities yet, the engine is late or being replaced: missing text is no stall.
-BEHIND_SECONDS = 3.0
+# If this much audio has no speech probabilities yet, or is not computed yet, the engine is late or being replaced:
+# missing text is no stall. An engine that is late by more than the second value may never compute it.
+BEHIND_SECONDS, MAX_BEHIND_SECONDS = 3.0, 120.0
 
 
 class SessionPhase(Enum):
@@ -439,7 +440,10 @@ class Session:
             return
         if self._drain_deadline is not None and now >= self._drain_deadline:
             self._end(End(), now)
-        elif self.appended - self._audio.covered > BEHIND_SECONDS * self.sample_rate:
+        elif (
+            self.appended - self._audio.covered > BEHIND_SECONDS * self.sample_rate
+            or BEHIND_SECONDS < event.behind_s <= MAX_BEHIND_SECONDS
+        ):
             self.stall.postpone(now)
         elif self.stall.is_stalled(now):
             self._effects.append(Measured("stalls", 1))

@@ -81,6 +81,9 @@ class Drain:
 class Tick:
     """Sent at regular intervals, so that the core can act when time has passed without another event."""
 
+    # Seconds of audio that the engine has not computed.
+    behind_s: float = 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSwitched:

@@ -437,10 +437,11 @@ LONGEST_CHUNK = 16
 CHUNK_PASS_POSITIONS = 2048
 # Most rebuilt positions in a step in which all live streams are being rebuilt: 1/16 s on an H200.
 REBUILD_POSITIONS = 2048
-# Streams in a recorded pass of chunks. From EFFICIENT_CHUNKS on, the time grows with the number of chunks: on an H200,
-# one of LONGEST_CHUNK positions takes 5.4 ms, 8 take 6.7, 32 take 16.6, 128 take 63.6.
+# Streams in a recorded pass of chunks, and the time of a pass in units of the time that each chunk adds: PASS_CHUNKS
+# more than it has chunks, and at least FEWEST_CHUNKS. On an H200, one chunk of LONGEST_CHUNK positions takes 5.4 ms, 8
+# take 6.7, 32 take 16.6, 128 take 63.6.
 CHUNK_STREAMS = (1, 2, 4, 8, 16, 32, 64, 128)
-EFFICIENT_CHUNKS = 32
+PASS_CHUNKS, FEWEST_CHUNKS = 2.5, 11
 NOT_FINITE_LOGITS = "the model's output is not a number; the audio may have NaN or infinite values"
 
 
@@ -512,17 +513,16 @@ def chunk_passes(chunks: Sequence[int], most: int) -> Iterator[list[int]]:
     """Divide the chunks of streams into passes; `chunks` has their number by stream. Yields for each pass the indices
     of its streams, at most `most`: the next chunk of each.
 
-    A recorded pass computes its padding, too. So passes are full where they are efficient, and the streams with the
-    most chunks left go first, which leaves few for the end.
+    A recorded pass computes its padding, too. So a pass has the recorded size that takes the least time for each chunk,
+    and the streams with the most chunks left go first, which leaves few for the end.
     """
     left = list(chunks)
     while due := sorted((index for index, count in enumerate(left) if count), key=lambda index: -left[index]):
-        count = min(len(due), most)
-        if count > EFFICIENT_CHUNKS:
-            count = max(size for size in CHUNK_STREAMS if size <= count)
-        for index in due[:count]:
+        sizes = [size for size in CHUNK_STREAMS if size <= most]
+        size = max(sizes, key=lambda size: min(size, len(due)) / max(FEWEST_CHUNKS, size + PASS_CHUNKS))
+        for index in due[:size]:
             left[index] -= 1
-        yield due[:count]
+        yield due[:size]
 
 
 def chunk_sizes(layouts: Sequence[StackLayout]) -> list[int]:

@@ -498,6 +498,37 @@ class TestRebuilding:
         assert plan.rebuilt_positions == 2048
         assert loop.replay_room == room - 48 * 160 + 2048, "what is being computed counts no more"
 
+    def test_no_more_is_taken_in_than_is_still_to_be_replayed(self) -> None:
+        """Late audio comes after the replays: to take it in would keep the thread from the last rebuilds."""
+        loop, _ = self.loop(160)
+        loop.submit([Open(f"r{number}", forced_tokens=[1] * 64) for number in range(10)], 0)
+        assert loop.replay_room == 10 * 64
+        loop.submit([audio(f"r{number}", 0, 48, REBUILT) for number in range(10)], 0)
+        assert loop.replay_room == 10 * 16
+        loop.submit([audio(f"r{number}", 48, 20, REBUILT) for number in range(10)], 0)
+        assert loop.replay_room == 0 and loop.scheduler.rebuilding
+
+    def test_a_few_new_streams_leave_the_rebuild_most_of_the_device(self) -> None:
+        """Their steps have few of the many streams that were rebuilt and are late."""
+        loop, runner = self.loop(400, position_ns=35_000)
+        loop.submit([Open(f"l{number}") for number in range(3)], 0)
+        self.bring_back(loop, [f"first{number}" for number in range(250)], 16, new=400)
+        self.bring_back(loop, [f"r{number}" for number in range(100)], 640, new=400)
+        frames = 0
+        while loop.scheduler.rebuilding:
+            while frames * 80_000_000 <= runner.clock.now:
+                loop.submit([audio(f"l{number}", frames, 1, REBUILT) for number in range(3)], frames * 80_000_000)
+                frames += 1
+            loop.scheduler.advance_clock(runner.clock.now)
+            loop.step()
+            for number in range(3):
+                stream = loop.scheduler.streams[f"l{number}"]
+                assert stream.available - stream.computed <= 2
+        rebuilt = [plan for plan in runner.plans if plan.rebuilt_positions]
+        others = [plan for plan in runner.plans if plan.decode and not plan.rebuilt_positions]
+        assert all(len(plan.decode) <= 3 + FIRST_WORDS_STREAMS for plan in others)
+        assert sum(plan.rebuilt_positions for plan in rebuilt) * 35_000 > 0.55 * runner.clock.now
+
     def test_the_last_positions_are_no_short_rest_whenever_their_audio_comes(self) -> None:
         """Fewer positions than a part cost up to seven passes."""
         for known in range(64, 129, 3):

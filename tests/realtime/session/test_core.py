@@ -19,7 +19,15 @@ from engine import messages
 from engine.end_of_turn import numeric_eagerness
 from engine.server.speech_track import SpeechTrack
 from realtime.errors import CloseCode, IllegalEvent
-from realtime.session.core import HANDLERS, TRANSITIONS, SavedSession, Session, SessionLimits, SessionPhase
+from realtime.session.core import (
+    HANDLERS,
+    MAX_BEHIND_SECONDS,
+    TRANSITIONS,
+    SavedSession,
+    Session,
+    SessionLimits,
+    SessionPhase,
+)
 from realtime.session.events import (
     Acknowledged,
     Append,
@@ -581,6 +589,27 @@ def test_no_stall_while_an_engine_is_replaced_and_hears_what_it_missed() -> None
     assert drive(Tick()) == []
     drive.now = 18.5
     assert kinds(drive(Tick())) == ["Reanchor"], "it has had the time to decode it"
+
+
+def test_no_stall_while_the_engine_has_heard_the_speech_and_not_computed_it() -> None:
+    """After the loss of an engine, speech is detected as soon as its audio is there, and computed in its turn."""
+    drive = Driver(session(MANUAL, stall_seconds=8.0))
+    drive(append(1.0), word("start", 0.1, 0.6), speech(0.0, 0.992, 0.99))
+    drive(append(20.0), speech(0.992, 19.968, 0.99))
+    for second in range(1, 30):
+        drive.now = float(second)
+        assert drive(Tick(behind_s=20.0 - second / 2)) == []
+    drive.now = 36.0
+    assert drive(Tick(behind_s=1.0)) == [], "it had no time to compute it"
+    drive.now = 37.5
+    assert kinds(drive(Tick(behind_s=1.0))) == ["Reanchor"]
+
+
+def test_an_engine_that_never_computes_the_speech_has_stalled() -> None:
+    drive = Driver(session(MANUAL, stall_seconds=8.0))
+    drive(append(9.0), speech(0.0, 8.992, 0.99))
+    drive.now = 9.0
+    assert kinds(drive(Tick(behind_s=MAX_BEHIND_SECONDS + 1))) == ["Reanchor"]
 
 
 def test_reanchored_stream_is_asked_again_for_what_the_old_one_owed() -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runner.frames.runner import CHUNK_STREAMS, EFFICIENT_CHUNKS, choose, chunk_passes, next_blank_runs
+from engine.runner.frames.runner import (
+    CHUNK_STREAMS,
+    FEWEST_CHUNKS,
+    PASS_CHUNKS,
+    choose,
+    chunk_passes,
+    next_blank_runs,
+)
 
 PAD = 32
 
@@ -65,18 +75,27 @@ def test_runs_count_blanks_that_the_model_chose() -> None:
     chunks=st.one_of(st.lists(st.integers(0, 4), max_size=300), st.lists(st.just(4), max_size=300)),
     most=st.sampled_from(CHUNK_STREAMS),
 )
-def test_passes_have_each_chunk_once_and_little_padding(chunks: list[int], most: int) -> None:
+def test_passes_have_each_chunk_once_and_take_no_longer_than_one_round_after_the_other(
+    chunks: list[int], most: int
+) -> None:
     passes = list(chunk_passes(chunks, most))
     assert all(0 < len(part) <= most and len(set(part)) == len(part) for part in passes)
     assert [sum(part.count(index) for part in passes) for index in range(len(chunks))] == chunks
-    # A pass is full, or it has all streams with chunks left.
-    longest, computed = max(chunks, default=0), sum(recorded_chunks(len(part)) for part in passes)
-    assert computed < sum(chunks) + (longest + 1) * max(EFFICIENT_CHUNKS, 1)
+    rounds = [sum(count > done for count in chunks) for done in range(max(chunks, default=0))]
+    in_rounds = [min(most, count - start) for count in rounds for start in range(0, count, most)]
+    assert time_of(len(part) for part in passes) <= 1.2 * time_of(in_rounds)
 
 
-def test_a_few_streams_more_than_a_full_pass_do_not_double_the_passes() -> None:
-    passes = list(chunk_passes([4] * 37, CHUNK_STREAMS[-1]))
-    assert [recorded_chunks(len(part)) for part in passes] == [32, 32, 32, 32, 32]
+@pytest.mark.parametrize(
+    ("streams", "sizes"), [(37, [32] * 4 + [16, 4]), (17, [16] * 4 + [4]), (24, [16] * 6), (30, [32] * 4), (3, [4] * 4)]
+)
+def test_a_few_streams_more_than_a_full_pass_do_not_double_the_passes(streams: int, sizes: list[int]) -> None:
+    passes = chunk_passes([4] * streams, CHUNK_STREAMS[-1])
+    assert [recorded_chunks(len(part)) for part in passes] == sizes
+
+
+def time_of(counts: Iterable[int]) -> float:
+    return sum(max(FEWEST_CHUNKS, recorded_chunks(count) + PASS_CHUNKS) for count in counts)
 
 
 def recorded_chunks(count: int) -> int:
