@@ -1,7 +1,8 @@
-"""Triton kernels of Voxtral Realtime on CUDA: RMSNorm, SwiGLU, rotary positions, cache writes and paged attention.
+"""Triton kernels on CUDA: RMSNorm, SwiGLU, rotary positions, cache writes and paged attention of Voxtral Realtime, and
+the recurrent part of the speech detector.
 
-`voxtral_realtime.py` calls them for live steps and for chunks of rebuilt streams. Each function computes the same as
-its reference in `layers.py`. Reading the keys and values of each stream is most of a step's memory traffic, so the
+`voxtral_realtime.py` calls those of Voxtral for live steps and for chunks of rebuilt streams. Each computes the same as
+its reference in `layers.py`, and `recurrent` the same as `SileroVad.steps_reference`. Reading the keys and values of each stream is most of a step's memory traffic, so the
 attention kernel keeps many loads in flight: one program per stream, key head and slice of the window, one page per
 iteration. Every row of a page is read, without masks, and the scores of rows outside the window are dropped. Therefore
 all values in pages must be finite.
@@ -330,3 +331,49 @@ def _layer_of(pages: KvPages, layer: int) -> tuple[Tensor, Tensor]:
     them."""
     data = pages.data[layer]
     return data, data if pages.scales is None else pages.scales[layer]
+
+
+@triton.jit
+def _recurrent_kernel(gates, state_gates, hidden, cell, due, after_each, last_cell, frames, STATE: tl.constexpr):
+    """All frames of one stream. The weights are read from the second-level cache for each frame: 256 KiB of float32 do
+    not fit into a multiprocessor."""
+    row = tl.program_id(0).to(tl.int64)
+    unit = tl.arange(0, STATE)
+    h = tl.load(hidden + row * STATE + unit)
+    c = tl.load(cell + row * STATE + unit)
+    weights = state_gates + unit[:, None] * (4 * STATE) + unit[None, :]
+    for frame in range(frames):
+        given = gates + (row * frames + frame) * 4 * STATE + unit
+        state = h[:, None]
+        into = tl.load(given) + tl.sum(state * tl.load(weights), axis=0)
+        kept = tl.load(given + STATE) + tl.sum(state * tl.load(weights + STATE), axis=0)
+        out = tl.load(given + 2 * STATE) + tl.sum(state * tl.load(weights + 2 * STATE), axis=0)
+        new = tl.load(given + 3 * STATE) + tl.sum(state * tl.load(weights + 3 * STATE), axis=0)
+        # tanh(x) is 2 sigmoid(2 x) - 1.
+        next_c = tl.sigmoid(kept) * c + tl.sigmoid(into) * (2.0 * tl.sigmoid(2.0 * new) - 1.0)
+        next_h = tl.sigmoid(out) * (2.0 * tl.sigmoid(2.0 * next_c) - 1.0)
+        is_due = tl.load(due + row * frames + frame) != 0
+        c = tl.where(is_due, next_c, c)
+        h = tl.where(is_due, next_h, h)
+        tl.store(after_each + (row * frames + frame) * STATE + unit, h)
+    tl.store(last_cell + row * STATE + unit, c)
+
+
+def recurrent(gates: Tensor, state_gates: Tensor, hidden: Tensor, cell: Tensor, due: Tensor) -> tuple[Tensor, Tensor]:
+    """See `SileroVad.steps_reference`."""
+    rows, frames, _ = gates.shape
+    after_each = torch.empty(rows, frames, hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
+    last_cell = torch.empty_like(cell)
+    _recurrent_kernel[(rows,)](
+        gates.contiguous(),
+        state_gates,
+        hidden,
+        cell,
+        due.contiguous(),
+        after_each,
+        last_cell,
+        frames,
+        STATE=hidden.shape[1],
+        num_warps=8,
+    )
+    return after_each, last_cell

@@ -511,17 +511,12 @@ class DeviceSpeechDetector(Detector):
         silent = self._silence_after(buffers, (frames != 0).any(dim=2), self._silent_frames[slots])
         # A settled silence changes neither the probability nor the state.
         due = (buffers.frames < complete[:, None]) & (silent <= SETTLED_FRAMES)
-        hidden, cell, after_each = self._hidden[slots], self._cell[slots], []
-        for frame in range(buffers.max_frames):
-            next_hidden, next_cell = self._model.step(gates[:, frame], hidden, cell)
-            hidden = torch.where(due[:, frame, None], next_hidden, hidden)
-            cell = torch.where(due[:, frame, None], next_cell, cell)
-            after_each.append(hidden)
-        probabilities = self._model.probability(torch.stack(after_each, dim=1).flatten(0, 1)).view(size, -1)
+        after_each, cell = self._model.steps(gates, self._hidden[slots], self._cell[slots], due)
+        probabilities = self._model.probability(after_each.flatten(0, 1)).view(size, -1)
         buffers.probabilities[:size] = probabilities
         rest = buffers.columns[:_SPAN_SAMPLES] + FRAME_SAMPLES * complete[:, None]
         self._carried.index_copy_(0, slots, row.gather(1, rest.clamp_(max=len(buffers.columns) - 1)))
-        self._hidden.index_copy_(0, slots, hidden)
+        self._hidden.index_copy_(0, slots, after_each[:, -1])
         self._cell.index_copy_(0, slots, cell)
         last = (complete - 1).clamp_(min=0)[:, None]
         has_frames = complete > 0

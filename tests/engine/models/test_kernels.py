@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.models.layers import RowScale
+from engine.models.silero import STATE_SIZE
 from tests.gpu.attention_inputs import DTYPE, attention_inputs, stacks
 
 triton = pytest.importorskip("triton")
@@ -27,6 +28,7 @@ TYPES = {
     torch.float32: "fp32",
     torch.int64: "i64",
     torch.int32: "i32",
+    torch.bool: "i1",
 }
 OPTIONS = ("num_warps", "num_stages")
 
@@ -81,4 +83,7 @@ def test_every_kernel_compiles(compiling: dict[str, CompilingKernel]) -> None:
     kernels.add_norm(residual, residual, weight, 1e-5, scale)
     kernels.add_norm(residual, None, weight, 1e-5, None)
     kernels.swiglu(torch.zeros(2, 256, dtype=DTYPE))
+    state = torch.zeros(2, STATE_SIZE)
+    due = torch.zeros(2, 3, dtype=torch.bool)
+    kernels.recurrent(torch.zeros(2, 3, 4 * STATE_SIZE), torch.zeros(STATE_SIZE, 4 * STATE_SIZE), state, state, due)
     assert all(kernel.compiled for kernel in compiling.values()), "a kernel that no call above launches"
