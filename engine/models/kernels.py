@@ -2,10 +2,10 @@
 the recurrent part of the speech detector.
 
 `voxtral_realtime.py` calls those of Voxtral for live steps and for chunks of rebuilt streams. Each computes the same as
-its reference in `layers.py`, and `recurrent` the same as `SileroVad.steps_reference`. Reading the keys and values of each stream is most of a step's memory traffic, so the
-attention kernel keeps many loads in flight: one program per stream, key head and slice of the window, one page per
-iteration. Every row of a page is read, without masks, and the scores of rows outside the window are dropped. Therefore
-all values in pages must be finite.
+its reference in `layers.py`, and `recurrent` the same as `SileroVad.steps_reference`. Reading the keys and values of
+each stream is most of a step's memory traffic, so the attention kernel keeps many loads in flight: one program per
+stream, key head and slice of the window, one page per iteration. Every row of a page is read, without masks, and the
+scores of rows outside the window are dropped. Therefore all values in pages must be finite.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -20,6 +20,7 @@ from engine.models.layers import (
     rotary_angles,
     swiglu_reference,
 )
+from engine.models.silero import STATE_SIZE, load_silero
 from engine.runner.frames.memory import _pin
 from tests.engine.runner.frames.test_memory_parking import RESIDENT, STREAMS, tokens_of
 from tests.gpu.attention_inputs import attention_inputs, stacks
@@ -33,6 +34,7 @@ from tests.gpu.steps import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+DEVICE = "cuda"
 DTYPE = torch.bfloat16
 KV_TYPES = [torch.bfloat16, torch.float8_e4m3fn]
 
@@ -116,6 +118,18 @@ def test_steps_that_overlap_equal_steps_one_by_one(kv_dtype: torch.dtype) -> Non
     assert overlapping == one_by_one and len(overlapping["a"]) >= 40
 
 
+@pytest.mark.parametrize(("streams", "frames"), [(1, 1), (512, 3), (32, 41)])
+def test_the_recurrent_kernel_equals_the_reference(streams: int, frames: int) -> None:
+    model, random = load_silero().to(DEVICE), torch.Generator(DEVICE).manual_seed(frames)
+    gates = 2 * torch.randn(streams, frames, 4 * STATE_SIZE, generator=random, device=DEVICE)
+    hidden, cell = (torch.randn(streams, STATE_SIZE, generator=random, device=DEVICE).tanh() for _ in range(2))
+    due = torch.rand(streams, frames, generator=random, device=DEVICE) > 0.3
+    found, wanted = (steps(gates, hidden, cell, due) for steps in (model.steps, model.steps_reference))
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
 def test_speech_is_detected_on_the_device_as_on_the_cpu() -> None:
     error = detection_error("cuda")
     print(f"speech probabilities, device against CPU: worst difference {error:.1e}")
