@@ -1,5 +1,4 @@
-"""How many live streams of Voxtral Realtime one GPU holds, and how fast it rebuilds streams: the engine's own loop,
-without sockets and gateway.
+"""How many live streams of Voxtral Realtime one GPU holds, and how fast it rebuilds them: the engine alone.
 
     python -m benchmarks.engine_capacity --window 1024 --kv bf16 --streams 100 200 400 --seconds 60 --audio speech.wav
     python -m benchmarks.engine_capacity --kv fp8 --streams --rebuilt 128 --audio speech.wav
@@ -37,9 +36,6 @@ import torch
 from benchmarks.measuring import RunFailed, is_at_most, parser_of, percentiles, row, run_command, show
 from benchmarks.random_weights import KV_TYPES, voxtral_runner
 from benchmarks.sounds import Samples, speech
-from engine.boundary.replay import JOINED_POSITIONS
-from engine.client.link import POSITIONS_A_REPLAY
-from engine.client.stream import REPLAY_ITEMS
 from engine.core.plan import DecodeResult, DecodeTask, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.messages import Abort, Command, Dead, Feed, Flush, Item, Open, Output, TurnRule
@@ -230,7 +226,7 @@ class Bench:
             submit_began = time.perf_counter_ns()
             while replays and (loop.replay_room or not scheduler.rebuild_backlog):
                 # In turn, as many as gateways would send at the same time.
-                turn = min(len(replays), loop.replay_positions_under_way // POSITIONS_A_REPLAY) - 1
+                turn = min(len(replays), loop.replay_positions_under_way // (2 * spec.replay_positions)) - 1
                 source = replays.popleft()
                 loop.submit(source.popleft(), submit_began)
                 if source:
@@ -293,18 +289,19 @@ class Bench:
 
 def replay(name: str, positions: int, spec: ModelSpec, sound: Samples) -> Iterator[list[Command]]:
     """The commands that rebuild a stream, in the pieces in which a gateway sends them."""
-    step, before = spec.samples_per_position, spec.look_back_samples
-    around = before + spec.look_ahead_samples
+    step = spec.samples_per_position
+    around = spec.look_back_samples + spec.look_ahead_samples
     offset = int(name.split()[-1]) * spec.sample_rate
     sound = np.resize(np.roll(sound, -offset), around + positions * step)
-    for start in range(0, positions, REPLAY_ITEMS):
+    piece, part = spec.replay_positions, spec.replay_part
+    for number, start in enumerate(range(0, positions, piece)):
         items = []
-        for first in range(start, min(start + REPLAY_ITEMS, positions), JOINED_POSITIONS):
-            length = min(JOINED_POSITIONS, positions - first)
+        for first in range(start, min(start + piece, positions), part):
+            length = min(part, positions - first)
             payload = sound[first * step : (first + length) * step + around]
             key = f"{name}/{first}".encode()
             items.append(Item(spec.prefix_positions + first, length, first * step, key, payload))
-        yield [Feed(name, items), Flush(name, start // REPLAY_ITEMS + 1, pause=start * step)]
+        yield [Feed(name, items), Flush(name, number + 1, pause=start * step)]
 
 
 def finish_steps(loop: EngineLoop) -> None:
