@@ -516,9 +516,8 @@ def chunk_passes(chunks: Sequence[int], most: int) -> Iterator[list[int]]:
     A recorded pass computes its padding, too. So a pass has the recorded size that takes the least time for each chunk,
     and the streams with the most chunks left go first, which leaves few for the end.
     """
-    left = list(chunks)
+    left, sizes = list(chunks), [size for size in CHUNK_STREAMS if size <= most]
     while due := sorted((index for index, count in enumerate(left) if count), key=lambda index: -left[index]):
-        sizes = [size for size in CHUNK_STREAMS if size <= most]
         size = max(sizes, key=lambda size: min(size, len(due)) / max(FEWEST_CHUNKS, size + PASS_CHUNKS))
         for index in due[:size]:
             left[index] -= 1

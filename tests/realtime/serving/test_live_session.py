@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine import messages
+from engine.boundary.replay import StreamLimits
 from engine.client.handoff import AdoptedSession
+from engine.client.stream import EngineStream
 from realtime.dialects.base import SessionFacts
 from realtime.dialects.openai import OpenAIDialect
 from realtime.serving.handoff import LIVE_VERSION, SavedLive
@@ -29,12 +31,15 @@ from realtime.session.events import (
     Completed,
     Configure,
     End,
+    Event,
     FeedGap,
     Hangup,
     ItemFailed,
     Reanchor,
+    Tick,
 )
 from realtime.session.settings import Settings, TurnDetection
+from tests.engine import fakes
 from tests.realtime.gateway_doubles import FakeEngine, FakeStream
 from tests.waiting import stays
 
@@ -296,3 +301,20 @@ async def test_closed_session_starts_nothing_again() -> None:
     live.submit(Append(np.zeros(RATE, np.float32), RATE, 1000.0))
     live.tick()
     await stays(lambda: not engine.active and engine.streams[0].samples == RATE and not live.full, 0.05)
+
+
+async def test_a_tick_says_how_much_audio_the_engine_has_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    live = live_session(engine)
+    live.submit(Append(np.zeros(RATE, np.float32), RATE, 1000.0))
+    await until(lambda: engine.streams and engine.streams[0].samples == RATE)
+    spec, fed = fakes.FRAMES, live.runner.stream
+    late = EngineStream(messages.Open("late"), spec, StreamLimits(10, 10), lambda stream: None)
+    late.replay_log.add([messages.Item(spec.prefix_positions, 50, 0)])
+    seen: list[Event] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(live.runner, "stream", late)
+        patch.setattr(live, "submit", seen.append)
+        live.tick()
+    assert seen == [Tick(50 * spec.samples_per_position / spec.sample_rate)] and live.runner.stream is fed
+    await live.close()
