@@ -351,17 +351,22 @@ def device_ms(work: Callable[[], object], times: int) -> float:
     return float(np.median(took))
 
 
+def fill_tables(runner: VoxtralRunner) -> None:
+    """Give each stream pages of its own for a full window, so that passes read as much memory as in use."""
+    for cache in runner._caches:
+        ring = cache.layout.group.ring_pages
+        cache.update_table(
+            [(slot, index, slot * ring + index) for slot in range(runner.memory.streams) for index in range(ring)]
+        )
+
+
 def step_times(runner: VoxtralRunner, sizes: list[int]) -> list[tuple[int, float]]:
     """Milliseconds of the recorded step alone, by batch size, all streams with full windows in pages of their own."""
     if not sizes:
         return []
     buffers, graphs = runner._buffers, runner._graphs
     assert graphs is not None
-    for cache in runner._caches:
-        ring = cache.layout.group.ring_pages
-        cache.update_table(
-            [(slot, index, slot * ring + index) for slot in range(runner.memory.streams) for index in range(ring)]
-        )
+    fill_tables(runner)
     rows = []
     for size in sizes:
         position = 2 * max(group.window_positions for group in runner.spec.kv_groups)
@@ -373,8 +378,9 @@ def step_times(runner: VoxtralRunner, sizes: list[int]) -> list[tuple[int, float
 
 
 def chunk_times(runner: VoxtralRunner, sizes: list[int]) -> list[tuple[int, float]]:
-    """Milliseconds of a recorded pass of chunks of known tokens alone, by the number of chunks, in the pages that
-    `step_times` gave the streams."""
+    """Milliseconds of a recorded pass of chunks of known tokens alone, by the number of chunks, all streams with full
+    windows in pages of their own."""
+    fill_tables(runner)
     length = runner._chunk_sizes[0]
     buffers, graphs = runner._chunk_graphs[length]
     position = 2 * max(group.window_positions for group in runner.spec.kv_groups)

@@ -158,7 +158,7 @@ MAX_PARALLEL_REPLAYS = 64
 POSITIONS_A_REPLAY = 128
 # A replay that is rebuilt is sent this much audio in its turn, in positions: what a step computes of one stream. Its
 # pieces are shorter, because they end at each flush.
-TURN_POSITIONS = 64
+TURN_POSITIONS = POSITIONS_A_REPLAY // 2
 # Turns of replays that are rebuilt between two other pieces.
 REBUILT_TURNS = 4
 # Bytes of one sample of a payload.
@@ -256,12 +256,14 @@ class SendQueue:
         while (self._rebuilds or self._others) and added < size and self._replay_bytes + added < self.window_bytes:
             source = self._next_source()
             was_rebuilt, piece = source.is_rebuilt, source.next_piece()
-            size_of_piece = 0 if piece is None else add(piece)
-            added += size_of_piece
-            self._turn_bytes += size_of_piece
             if piece is None:
                 self._turn_bytes = 0
-            elif source.is_rebuilt and self._turn_bytes < self._whole_turn_bytes:
+                continue
+            size_of_piece = add(piece)
+            added += size_of_piece
+            if was_rebuilt:
+                self._turn_bytes += size_of_piece
+            if source.is_rebuilt and self._turn_bytes < self._whole_turn_bytes:
                 self._rebuilds.appendleft(source)
             elif source.is_rebuilt:
                 self._end_turn()
@@ -272,7 +274,6 @@ class SendQueue:
                 self._others.insert(self._newly_rebuilt, source)
                 self._newly_rebuilt += 1
             else:
-                self._turn_bytes = 0
                 self._others.append(source)
         return added
 

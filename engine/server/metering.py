@@ -258,8 +258,8 @@ REPLAY_STEPS_AHEAD, LONE_REPLAY_STEPS_AHEAD = 2, 4
 # streams that are not in that one, and they need a whole part each: two steps of audio are not enough.
 BACKLOG_STEPS = 3
 # Rebuilding steps before a step of other streams while no stream is on time: one, and one more for each so many of the
-# others, which have been rebuilt, because their step takes the longer the more they are; at most the second value, half
-# a second on an H200. So the others have about a tenth of the device until all are rebuilt.
+# others, which have been rebuilt: the more there are, the longer their step, up to `FIRST_WORDS_STREAMS` of the
+# scheduler. At most the second value, half a second on an H200: then the others have about a twentieth of the device.
 STREAMS_A_REBUILD, MAX_REBUILDS_AHEAD_ALONE = 32, 8
 # A step with less to rebuild counts as a part of one, at least this part: the last streams are few and soon done.
 MIN_REBUILD_PART = 0.25
