@@ -42,7 +42,7 @@ from engine.messages import Abort, Command, Dead, Feed, Flush, Item, Open, Outpu
 from engine.models.voxtral_realtime import STREAMING_PAD
 from engine.runner.base import never
 from engine.runner.device import GIB, compute_on_one_thread, free_memory, require_device
-from engine.runner.frames.runner import CHUNK_STREAMS, Chunk, Payloads, StepRows, VoxtralRunner
+from engine.runner.frames.runner import CHUNK_PASS_MS, Chunk, Payloads, StepRows, VoxtralRunner
 from engine.runner.load import frames_limits, load_detector
 from engine.runner.speech import DeviceSpeechDetector
 from engine.server.loop import EngineLoop, calm_collector
@@ -406,7 +406,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "room_for": room,
         "start_s": time.perf_counter() - began,
         "steps": step_times(runner, [size for size in options.sizes if size <= room]),
-        "chunks": chunk_times(runner, [size for size in CHUNK_STREAMS if options.rebuilt and size <= room])
+        "chunks": chunk_times(runner, [size for size in CHUNK_PASS_MS if options.rebuilt and size <= room])
         if runner._chunk_graphs
         else [],
     }

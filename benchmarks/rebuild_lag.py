@@ -38,7 +38,13 @@ from engine.core.scheduler import Scheduler
 from engine.messages import Item
 from engine.runner.base import never
 from engine.runner.frames.memory import EMBEDS_PER_STREAM, REPLAY_POSITIONS
-from engine.runner.frames.runner import CHUNK_STREAMS, LONGEST_CHUNK, REBUILD_POSITIONS, chunk_passes
+from engine.runner.frames.runner import (
+    CHUNK_PASS_MS,
+    LONGEST_CHUNK,
+    MOST_CHUNKS,
+    REBUILD_POSITIONS,
+    chunk_passes,
+)
 from engine.server.host import EngineHost
 from engine.server.loop import EngineLoop
 from realtime.bench.statistics import percentile
@@ -51,8 +57,6 @@ TURN = 62
 REBUILT_SPEC = replace(SPEC, replay_positions=REPLAY_POSITIONS, embeds_per_stream=EMBEDS_PER_STREAM)
 # Seconds of a step of live streams, and for each of them.
 LIVE_STEP_S, LIVE_STREAM_S = 0.005, 72e-6
-# Seconds of a pass of chunks of rebuilt streams: at least the first value, else the second and the third for each.
-CHUNKS_S, PASS_S, CHUNK_S = 0.0054, 0.0012, 490e-6
 REBUILD_FROM_S = 2.0
 # Seconds of the thread for a step and for each of its positions, beside what is measured here: launches on the device,
 # a real speech detector.
@@ -144,9 +148,9 @@ class CostlyRunner(NullRunner):
         lengths = [task.end - task.start for task in plan.decode]
         if plan.rebuilt_positions:
             # A chunk that is not full takes as long as a full one.
-            parts = chunk_passes([-(-length // LONGEST_CHUNK) for length in lengths], CHUNK_STREAMS[-1])
-            recorded = [next(size for size in CHUNK_STREAMS if size >= len(streams)) for streams in parts]
-            return sum(max(CHUNKS_S, PASS_S + CHUNK_S * count) for count in recorded)
+            parts = chunk_passes([-(-length // LONGEST_CHUNK) for length in lengths], MOST_CHUNKS)
+            recorded = [next(size for size in CHUNK_PASS_MS if size >= len(streams)) for streams in parts]
+            return sum(CHUNK_PASS_MS[size] / 1000 for size in recorded)
         # A further position of a stream that catches up is a further pass.
         passes = [sum(length > number for length in lengths) for number in range(max(lengths, default=0))]
         return sum(LIVE_STEP_S + LIVE_STREAM_S * streams for streams in passes)

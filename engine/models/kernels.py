@@ -26,17 +26,19 @@ from engine.models.layers import FP8_MAX, SMALLEST_SCALE, Heads, KvPages, RowSca
 WANTED_WARPS = 1024
 # With longer slices of a window, multiprocessors are idle while the last programs finish.
 MAX_SLICE_ROWS = 1024
-# (head dim, 8-bit storage) -> warps, pipeline stages: the fastest on an H200.
+# (head dim, 8-bit storage) -> warps, pipeline stages: the fastest on an H200, for many streams and for few.
 LAUNCH_SHAPES = {(64, False): (2, 2), (128, False): (2, 2), (64, True): (1, 3), (128, True): (1, 3)}
+FEW_STREAMS, FEW_STREAMS_SHAPES = 16, {(128, True): (2, 2)}
 DEFAULT_LAUNCH_SHAPE = (2, 2)
 # A tensor core multiplies at least 16 rows; a live step has 4 query rows per key head, the rest is padding. A chunk of
 # a rebuilt stream has up to 64.
 LIVE_QUERY_ROWS, QUERY_TILE, MAX_QUERY_TILE = 4, 16, 64
-# Warps and pipeline stages of the larger tiles.
-CHUNK_LAUNCH_SHAPE = (4, 2)
+# The same for chunks: pages in a block, pipeline stages, and the registers of a thread (None: as many as it needs). A
+# chunk computes more than it reads, and four programs of 128 registers hide each other's waiting better than three.
+CHUNK_WARPS = 4
+CHUNK_LAUNCH_SHAPES = {(64, True): (1, 1, 128), (128, True): (2, 1, None)}
+DEFAULT_CHUNK_LAUNCH_SHAPE = (1, 2, None)
 LOG2_E = 1.4426950408889634
-# Most heads of a row that one program rotates and stores.
-HEADS_PER_STORE = 8
 
 
 @triton.jit
@@ -48,17 +50,18 @@ def _add_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < width
     value = tl.load(residual + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    # Loaded before the sum is known, so that the loads do not wait for it.
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_SCALE:
+        kind = tl.load(index + row)
+        factor *= tl.load(table + kind * width + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
         value += tl.load(delta + row * width + column, mask=inside, other=0.0).to(tl.float32)
         # The sum is stored rounded, so the norm must use the rounded sum too.
         value = value.to(total.dtype.element_ty).to(tl.float32)
         tl.store(total + row * width + column, value, mask=inside)
     mean_square = tl.sum(value * value, axis=0) / width
-    result = value * tl.rsqrt(mean_square + epsilon) * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if HAS_SCALE:
-        kind = tl.load(index + row)
-        result *= tl.load(table + kind * width + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + row * width + column, result, mask=inside)
+    tl.store(normed + row * width + column, value * tl.rsqrt(mean_square + epsilon) * factor, mask=inside)
 
 
 def add_norm(
@@ -109,46 +112,51 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def _rotate_store_kernel(
     fused, query, data, scales, table, slots, first, cosine, sine, ring_pages,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, EIGHT_BIT: tl.constexpr, FORMAT_MAX: tl.constexpr, SMALLEST: tl.constexpr,
+    EIGHT_BIT: tl.constexpr, FORMAT_MAX: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
-    """Process TILE heads of one new row: write rotated queries, and store rotated keys and values in the row's page."""
+    """Process one part of one new row: write rotated queries (part 0), store rotated keys (1) or values (2) in the
+    row's page."""
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    part = tl.program_id(1)
     half = tl.arange(0, DIM // 2)
-    source = fused + row * (QUERIES + 2 * KEYS) * DIM + head[:, None] * DIM + half[None, :]
-    low = tl.load(source).to(tl.float32)
-    high = tl.load(source + DIM // 2).to(tl.float32)
-    is_value = tl.program_id(1) * TILE >= QUERIES + KEYS
-    if not is_value:
-        cos = tl.load(cosine + row * (DIM // 2) + half)[None, :]
-        sin = tl.load(sine + row * (DIM // 2) + half)[None, :]
-        rotated = low * cos - high * sin
-        high = high * cos + low * sin
-        low = rotated
-    if tl.program_id(1) * TILE < QUERIES:
-        # A variable of both branches must have one type in Triton, so the two addresses have two names.
-        rotated_query = query + row * QUERIES * DIM + head[:, None] * DIM + half[None, :]
-        tl.store(rotated_query, low)
-        tl.store(rotated_query + DIM // 2, high)
+    cos = tl.load(cosine + row * (DIM // 2) + half)[None, :]
+    sin = tl.load(sine + row * (DIM // 2) + half)[None, :]
+    heads = fused + row * (QUERIES + 2 * KEYS) * DIM
+    if part == 0:
+        # A variable of both branches must have one type in Triton, so those of this branch have names of their own.
+        in_query = tl.arange(0, QUERIES)[:, None] * DIM + half[None, :]
+        query_low = tl.load(heads + in_query).to(tl.float32)
+        query_high = tl.load(heads + in_query + DIM // 2).to(tl.float32)
+        rotated_query = query + row * QUERIES * DIM + in_query
+        tl.store(rotated_query, query_low * cos - query_high * sin)
+        tl.store(rotated_query + DIM // 2, query_high * cos + query_low * sin)
     else:
-        # Values that are not finite make this step's logits not finite, too; they must not be stored in a page.
-        low = tl.where(tl.abs(low) < float("inf"), low, 0.0)
-        high = tl.where(tl.abs(high) < float("inf"), high, 0.0)
         number = tl.load(first + row // ROWS) + row % ROWS
         slot = tl.load(slots + row // ROWS)
         page = tl.load(table + slot * ring_pages + (number // PAGE) % ring_pages).to(tl.int64)
-        # Heads are numbered through keys and then values, like the page's memory: [2, heads, page rows, dim].
-        kv_head = head - QUERIES
-        line = (page * 2 * KEYS + kv_head) * PAGE + number % PAGE
+        kind = part - 1
+        head = tl.arange(0, KEYS)
+        source = heads + (QUERIES + kind * KEYS + head)[:, None] * DIM + half[None, :]
+        low = tl.load(source).to(tl.float32)
+        high = tl.load(source + DIM // 2).to(tl.float32)
+        if kind == 0:
+            rotated = low * cos - high * sin
+            high = high * cos + low * sin
+            low = rotated
+        # Values that are not finite make this step's logits not finite, too; they must not be stored in a page.
+        low = tl.where(tl.abs(low) < float("inf"), low, 0.0)
+        high = tl.where(tl.abs(high) < float("inf"), high, 0.0)
         if EIGHT_BIT:
             low = low.to(fused.dtype.element_ty).to(tl.float32)
             high = high.to(fused.dtype.element_ty).to(tl.float32)
             largest = tl.maximum(tl.max(tl.abs(low), axis=1), tl.max(tl.abs(high), axis=1))
             scale = tl.maximum(largest / FORMAT_MAX, SMALLEST).to(tl.bfloat16)
-            tl.store(scales + ((page * KEYS + kv_head % KEYS) * PAGE + number % PAGE) * 2 + kv_head // KEYS, scale)
+            tl.store(scales + ((page * KEYS + head) * PAGE + number % PAGE) * 2 + kind, scale)
             wide = scale.to(tl.float32)[:, None]
             low = tl.clamp(low / wide, -FORMAT_MAX, FORMAT_MAX)
             high = tl.clamp(high / wide, -FORMAT_MAX, FORMAT_MAX)
+        # The page's memory: [2 (key, value), heads, page rows, dim].
+        line = ((page * 2 + kind) * KEYS + head) * PAGE + number % PAGE
         in_page = data + line[:, None] * DIM + half[None, :]
         tl.store(in_page, low.to(data.dtype.element_ty))
         tl.store(in_page + DIM // 2, high.to(data.dtype.element_ty))
@@ -156,30 +164,58 @@ def _rotate_store_kernel(
 
 @triton.jit
 def _add_page(
-    q, k, v, pair, visible, softmax_scale, acc, running_max, running_sum, EIGHT_BIT: tl.constexpr
+    q, k, v, pair, age, window, softmax_scale, acc, running_max, running_sum,
+    MASKED: tl.constexpr, EIGHT_BIT: tl.constexpr,
 ):  # fmt: skip
-    """Add one page of keys and values to the running softmax; `pair` has both scales of each row in one 32-bit word."""
+    """Add rows of keys and values to the running softmax. `pair` has both scales of each row in one 32-bit word, `age`
+    how many rows ago each row was, for each query row; without MASKED all of them are visible."""
+    # `softmax_scale` includes log2(e), so that exp2 can be used.
     if EIGHT_BIT:
         # Two bfloat16 in one word: a bfloat16 is the upper half of a float32.
         scores = tl.dot(q, tl.trans(k.to(tl.float16)))
-        scores *= (pair << 16).to(tl.float32, bitcast=True)[None, :]
+        scores *= ((pair << 16).to(tl.float32, bitcast=True) * softmax_scale)[None, :]
     else:
-        scores = tl.dot(q, tl.trans(k))
-    scores *= softmax_scale  # includes log2(e), so that exp2 can be used
-    scores = tl.where(visible, scores, -float("inf"))
+        scores = tl.dot(q, tl.trans(k)) * softmax_scale
+    if MASKED:
+        scores = tl.where((age >= 0) & (age < window), scores, -float("inf"))
     new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-    safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+    safe_max = tl.where(new_max == -float("inf"), 0.0, new_max) if MASKED else new_max
     weight = tl.exp2(scores - safe_max[:, None])
     decay = tl.exp2(running_max - safe_max)
     running_sum = running_sum * decay + tl.sum(weight, axis=1)
     acc *= decay[:, None]
     if EIGHT_BIT:
-        value_scale = (pair & -65536).to(tl.float32, bitcast=True)
-        weight *= value_scale[None, :] * 64.0  # keeps small weights above float16's smallest number
+        # 64 keeps small weights above float16's smallest number.
+        weight *= ((pair & -65536).to(tl.float32, bitcast=True) * 64.0)[None, :]
         acc = tl.dot(weight.to(tl.float16), v.to(tl.float16), acc)
     else:
         acc = tl.dot(weight.to(v.dtype), v, acc)
     return acc, new_max, running_sum
+
+
+@triton.jit
+def _query_tile(
+    query, first, slots, table, stream, key_head, ring_pages, window,
+    GROUP: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, EIGHT_BIT: tl.constexpr,
+):  # fmt: skip
+    """The query rows of one stream and key head: row m is row m // GROUP of the step and head m % GROUP of the group.
+
+    Rows of the stream are counted from the first one in the page of the first visible row, in 32 bits. Returns the
+    tile, its lines in `query` and which of them are real, the number of the first query row, the index of the page in
+    the stream's ring, and that ring.
+    """
+    start = tl.load(first + stream)
+    aligned = tl.maximum(start - window + 1, 0) // PAGE * PAGE
+    ring_start = ((aligned // PAGE) % ring_pages).to(tl.int32)
+    m = tl.arange(0, TILE)
+    real = m < ROWS * GROUP
+    line = (stream.to(tl.int64) * ROWS + m // GROUP) * KEYS * GROUP + key_head * GROUP + m % GROUP
+    q = tl.load(query + line[:, None] * DIM + tl.arange(0, DIM)[None, :], mask=real[:, None], other=0.0)
+    if EIGHT_BIT:
+        # The hardware widens 8-bit floats to float16 in one instruction; bfloat16 would take three.
+        q = q.to(tl.float16)
+    return q, line, real, (start - aligned).to(tl.int32), ring_start, table + tl.load(slots + stream) * ring_pages
 
 
 @triton.jit
@@ -189,49 +225,32 @@ def _paged_attention_kernel(
     GROUP: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, EIGHT_BIT: tl.constexpr,
 ):  # fmt: skip
-    """Attention of the query rows of one stream and key head over one slice of the window.
-
-    Query tile row m is row m // GROUP of the step and head m % GROUP of the group.
-    """
+    """Attention of the query rows of one stream and key head over one slice of the window."""
     key_head = tl.program_id(0)
     stream = tl.program_id(1)
     split = tl.program_id(2)
-    start = tl.load(first + stream)
-    lowest = tl.maximum(start - window + 1, 0)
-    aligned = lowest // PAGE * PAGE
-    ring_start = ((aligned // PAGE) % ring_pages).to(tl.int32)
-    # From here on rows are counted from `aligned`, in 32 bits.
-    query_start = (start - aligned).to(tl.int32)
-
-    m = tl.arange(0, TILE)
+    q, query_line, real, query_start, ring_start, ring = _query_tile(
+        query, first, slots, table, stream, key_head, ring_pages, window, GROUP, KEYS, DIM, ROWS, PAGE, TILE, EIGHT_BIT
+    )
+    query_row = query_start + tl.arange(0, TILE) // GROUP
     d = tl.arange(0, DIM)
     r = tl.arange(0, PAGE)
-    real = m < ROWS * GROUP
-    query_row = query_start + m // GROUP
-    query_line = (stream.to(tl.int64) * ROWS + m // GROUP) * KEYS * GROUP + key_head * GROUP + m % GROUP
-    q = tl.load(query + query_line[:, None] * DIM + d[None, :], mask=real[:, None], other=0.0)
-    if EIGHT_BIT:
-        # The hardware widens 8-bit floats to float16 in one instruction; bfloat16 would take three.
-        q = q.to(tl.float16)
-
     running_max = tl.full([TILE], -float("inf"), tl.float32)
     running_sum = tl.zeros([TILE], tl.float32)
     acc = tl.zeros([TILE, DIM], tl.float32)
     blocks = tl.cdiv(query_start + ROWS, PAGE)
     per_split = tl.cdiv(blocks, SPLITS)
-    table_row = table + tl.load(slots + stream) * ring_pages
     for block in range(split * per_split, tl.minimum((split + 1) * per_split, blocks)):
         ring_index = ring_start + block
         ring_index = tl.where(ring_index >= ring_pages, ring_index - ring_pages, ring_index)
-        page = tl.load(table_row + ring_index).to(tl.int64)
+        page = tl.load(ring + ring_index).to(tl.int64)
         tile = data + (page * 2 * KEYS + key_head) * PAGE * DIM + r[:, None] * DIM + d[None, :]
         k = tl.load(tile)
         v = tl.load(tile + KEYS * PAGE * DIM)
         pair = tl.load(scales + (page * KEYS + key_head) * PAGE + r) if EIGHT_BIT else 0
         age = query_row[:, None] - (block * PAGE + r)[None, :]
-        visible = (age >= 0) & (age < window)
         acc, running_max, running_sum = _add_page(
-            q, k, v, pair, visible, softmax_scale, acc, running_max, running_sum, EIGHT_BIT
+            q, k, v, pair, age, window, softmax_scale, acc, running_max, running_sum, True, EIGHT_BIT
         )
 
     if EIGHT_BIT:
@@ -243,6 +262,72 @@ def _paged_attention_kernel(
         tl.store(partial + part[:, None] * DIM + d[None, :], acc, mask=real[:, None])
         tl.store(partial_max + part, running_max, mask=real)
         tl.store(partial_sum + part, running_sum, mask=real)
+
+
+@triton.jit
+def _add_block(
+    q, data, scales, ring, ring_start, ring_pages, block, pages, key_head, query_row, window, softmax_scale,
+    acc, running_max, running_sum,
+    KEYS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_PAGES: tl.constexpr,
+    MASKED: tl.constexpr, EIGHT_BIT: tl.constexpr,
+):  # fmt: skip
+    """Add BLOCK_PAGES pages to the running softmax. Behind the last page the rows are those of that page, with ages
+    below zero."""
+    d = tl.arange(0, DIM)
+    r = tl.arange(0, BLOCK_PAGES * PAGE)
+    if BLOCK_PAGES == 1:
+        ring_index = ring_start + block
+    else:
+        ring_index = ring_start + tl.minimum(block * BLOCK_PAGES + r // PAGE, pages - 1)
+    ring_index = tl.where(ring_index >= ring_pages, ring_index - ring_pages, ring_index)
+    page = tl.load(ring + ring_index).to(tl.int64)
+    tile = data + ((page * 2 * KEYS + key_head) * PAGE + r % PAGE)[:, None] * DIM + d[None, :]
+    k = tl.load(tile)
+    v = tl.load(tile + KEYS * PAGE * DIM)
+    pair = tl.load(scales + (page * KEYS + key_head) * PAGE + r % PAGE) if EIGHT_BIT else 0
+    age = query_row[:, None] - (block * BLOCK_PAGES * PAGE + r)[None, :]
+    return _add_page(
+        q, k, v, pair, age, window, softmax_scale, acc, running_max, running_sum, MASKED, EIGHT_BIT
+    )  # fmt: skip
+
+
+@triton.jit
+def _chunk_attention_kernel(
+    query, data, scales, table, slots, first, out, ring_pages, window, softmax_scale,
+    GROUP: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_PAGES: tl.constexpr, STAGES: tl.constexpr, EIGHT_BIT: tl.constexpr,
+):  # fmt: skip
+    """Attention of the query rows of one stream and key head over the whole window, for chunks of known tokens: first
+    the blocks that all query rows see whole, without masks, then those at both ends of the window."""
+    key_head = tl.program_id(0)
+    stream = tl.program_id(1)
+    q, query_line, real, query_start, ring_start, ring = _query_tile(
+        query, first, slots, table, stream, key_head, ring_pages, window, GROUP, KEYS, DIM, ROWS, PAGE, TILE, EIGHT_BIT
+    )
+    query_row = query_start + tl.arange(0, TILE) // GROUP
+    running_max = tl.full([TILE], -float("inf"), tl.float32)
+    running_sum = tl.zeros([TILE], tl.float32)
+    acc = tl.zeros([TILE, DIM], tl.float32)
+    pages = tl.cdiv(query_start + ROWS, PAGE)
+    blocks = tl.cdiv(pages, BLOCK_PAGES)
+    # Rows of blocks [whole, rest) are visible to the first query row and to the last.
+    whole = tl.minimum(tl.cdiv(tl.maximum(query_start + ROWS - window, 0), BLOCK_PAGES * PAGE), blocks)
+    rest = tl.maximum((query_start + 1) // (BLOCK_PAGES * PAGE), whole)
+    for block in tl.range(whole, rest, num_stages=STAGES):
+        acc, running_max, running_sum = _add_block(
+            q, data, scales, ring, ring_start, ring_pages, block, pages, key_head, query_row, window, softmax_scale,
+            acc, running_max, running_sum, KEYS, DIM, PAGE, BLOCK_PAGES, False, EIGHT_BIT,
+        )  # fmt: skip
+    for index in tl.range(0, blocks - (rest - whole), num_stages=1):
+        block = tl.where(index < whole, index, index + rest - whole)
+        acc, running_max, running_sum = _add_block(
+            q, data, scales, ring, ring_start, ring_pages, block, pages, key_head, query_row, window, softmax_scale,
+            acc, running_max, running_sum, KEYS, DIM, PAGE, BLOCK_PAGES, True, EIGHT_BIT,
+        )  # fmt: skip
+    if EIGHT_BIT:
+        acc *= 1.0 / 64.0
+    place = query_line[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    tl.store(out + place, acc / running_sum[:, None], mask=real[:, None])
 
 
 @triton.jit
@@ -261,31 +346,29 @@ def _combine_kernel(
     tl.store(out + line * DIM + d, tl.sum(parts * weight[:, None], axis=0) / total)
 
 
-def split_count(streams: int, heads: Heads, page_rows: int, warps: int) -> int:
-    """Return the number of slices of the window that keeps the GPU busy; a slice has at least two pages."""
-    largest = max(1, heads.window // (2 * page_rows))
+def split_count(streams: int, heads: Heads, ring_pages: int, warps: int) -> int:
+    """Return the number of slices of the window that keeps the GPU busy; a slice has at least one page."""
     wanted = max(-(-WANTED_WARPS // (warps * streams * heads.kv_heads)), -(-heads.window // MAX_SLICE_ROWS))
-    return min(largest, wanted)
+    return min(ring_pages, wanted)
 
 
 def attend(fused: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads, **tuning: Any) -> Tensor:
     """See `layers.attend_reference`. Takes at most 64 query rows per key head, and not more new rows than the ring has
     beyond the window, because the new rows are stored before the old ones are read. `tuning` overrides the launch
     shape, for benchmarks."""
-    query = fused.new_empty(fused.shape[0], heads.query_heads * heads.dim)
-    store(fused, query, layer, pages, span, heads)
-    return attend_stored(query, layer, pages, span, heads, **tuning)
+    return attend_stored(store(fused, layer, pages, span, heads), layer, pages, span, heads, **tuning)
 
 
-def store(fused: Tensor, query: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads) -> None:
-    """Write rotated queries to `query`, and store rotated keys and values in their pages."""
-    tile = min(HEADS_PER_STORE, heads.kv_heads)
+def store(fused: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads) -> Tensor:
+    """Store rotated keys and values in their pages; returns the rotated queries. See `layers.store_reference`."""
+    query = torch.empty(fused.shape[0], heads.query_heads * heads.dim, dtype=fused.dtype, device=fused.device)
     data, scales = _layer_of(pages, layer)
-    _rotate_store_kernel[(fused.shape[0], (heads.query_heads + 2 * heads.kv_heads) // tile)](
+    _rotate_store_kernel[(fused.shape[0], 3)](
         fused, query, data, scales, span.tables, span.slots, span.first, span.cosine, span.sine, span.tables.shape[1],
         QUERIES=heads.query_heads, KEYS=heads.kv_heads, DIM=heads.dim, ROWS=span.rows, PAGE=pages.page_rows,
-        TILE=tile, EIGHT_BIT=pages.scales is not None, FORMAT_MAX=FP8_MAX, SMALLEST=SMALLEST_SCALE, num_warps=1,
+        EIGHT_BIT=pages.scales is not None, FORMAT_MAX=FP8_MAX, SMALLEST=SMALLEST_SCALE, num_warps=4,
     )  # fmt: skip
+    return query
 
 
 def attend_stored(
@@ -298,25 +381,37 @@ def attend_stored(
     tile = max(QUERY_TILE, triton.next_power_of_2(span.rows * group))
     if tile > MAX_QUERY_TILE:
         raise ValueError(f"{span.rows} rows of {group} heads are more than one tile of {MAX_QUERY_TILE} query rows")
-    live_shape = LAUNCH_SHAPES.get((heads.dim, pages.scales is not None), DEFAULT_LAUNCH_SHAPE)
-    shape = live_shape if tile == QUERY_TILE else CHUNK_LAUNCH_SHAPE
-    warps, stages = warps or shape[0], stages or shape[1]
-    streams = span.first.shape[0]
+    streams, ring_pages, eight_bit = span.first.shape[0], span.tables.shape[1], pages.scales is not None
+    data, scales = _layer_of(pages, layer)
+    out = torch.empty_like(query)
+    shape = {
+        "GROUP": group, "KEYS": heads.kv_heads, "DIM": heads.dim, "ROWS": span.rows, "PAGE": pages.page_rows,
+        "TILE": tile, "EIGHT_BIT": eight_bit,
+    }  # fmt: skip
+    kind = (heads.dim, eight_bit)
+    stored = (query, data, scales.view(torch.int32), span.tables, span.slots, span.first)
+    sizes = (ring_pages, heads.window, heads.dim**-0.5 * LOG2_E)
+    if tile > QUERY_TILE:
+        block_pages, chunk_stages, registers = CHUNK_LAUNCH_SHAPES.get(kind, DEFAULT_CHUNK_LAUNCH_SHAPE)
+        _chunk_attention_kernel[(heads.kv_heads, streams)](
+            *stored, out, *sizes, **shape,
+            BLOCK_PAGES=block_pages, STAGES=chunk_stages,
+            num_warps=CHUNK_WARPS, num_stages=chunk_stages, maxnreg=registers,
+        )  # fmt: skip
+        return out
+    few = FEW_STREAMS_SHAPES.get(kind) if streams <= FEW_STREAMS else None
+    live_shape = few or LAUNCH_SHAPES.get(kind, DEFAULT_LAUNCH_SHAPE)
+    warps, stages = warps or live_shape[0], stages or live_shape[1]
     # Chunks of many streams are computed at once, so one slice is enough; each number of slices would need its own
     # kernel.
-    chunk = span.rows * group > LIVE_QUERY_ROWS
-    splits = splits or (1 if chunk else split_count(streams, heads, pages.page_rows, warps))
-    out = torch.empty_like(query)
+    is_chunk = span.rows * group > LIVE_QUERY_ROWS
+    splits = splits or (1 if is_chunk else split_count(streams, heads, ring_pages, warps))
     lines = query.shape[0] * heads.query_heads
-    data, scales = _layer_of(pages, layer)
     partial = query.new_empty(lines * splits * (heads.dim if splits > 1 else 0), dtype=torch.float32)
     partial_stats = query.new_empty(2, lines * splits, dtype=torch.float32)
     _paged_attention_kernel[(heads.kv_heads, streams, splits)](
-        query, data, scales.view(torch.int32), span.tables, span.slots, span.first,
-        out, partial, partial_stats[0], partial_stats[1], span.tables.shape[1], heads.window, heads.dim**-0.5 * LOG2_E,
-        GROUP=group, KEYS=heads.kv_heads, DIM=heads.dim, ROWS=span.rows, PAGE=pages.page_rows,
-        TILE=tile, SPLITS=splits, EIGHT_BIT=pages.scales is not None,
-        num_warps=warps, num_stages=stages,
+        *stored, out, partial, partial_stats[0], partial_stats[1], *sizes, **shape,
+        SPLITS=splits, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(lines,)](

@@ -149,16 +149,12 @@ def attend_reference(fused: Tensor, layer: int, pages: KvPages, span: Span, head
     fused: [streams * rows, queries | keys | values]. Any number of new rows, even more than the ring has.
     """
     total, streams = fused.shape[0], span.first.shape[0]
-    by_head = fused.view(total, heads.query_heads + 2 * heads.kv_heads, heads.dim)
-    query = rotate(by_head[:, : heads.query_heads], span.cosine, span.sine)
-    key = rotate(by_head[:, heads.query_heads : heads.query_heads + heads.kv_heads], span.cosine, span.sine)
-    value = by_head[:, heads.query_heads + heads.kv_heads :]
-    values, scales = pack(torch.stack([key, value], dim=1), pages)  # [streams * rows, 2, keys, dim]
+    query, values, scales = _rotate_and_pack(fused, pages, span, heads)
 
     past, past_rows = gather_ring(layer, pages, span, fused.dtype)
     # New rows are read back from their stored form, so that a chunk and single steps see the same keys and values.
     new = unpack(values, scales, fused.dtype).view(streams, span.rows, 2, heads.kv_heads, heads.dim)
-    new_rows = span.first[:, None] + torch.arange(span.rows, device=fused.device)  # [streams, rows]
+    new_rows = _new_rows(span)
     keys_values = torch.cat([past, new], dim=1)  # [streams, ring + rows, 2, keys, dim]
     all_rows = torch.cat([past_rows, new_rows], dim=1)  # [streams, ring + rows]
     age = new_rows[:, :, None] - all_rows[:, None, :]  # [streams, rows, ring + rows]
@@ -172,6 +168,27 @@ def attend_reference(fused: Tensor, layer: int, pages: KvPages, span: Span, head
     )
     store_rows(layer, pages, span, new_rows, values, scales)
     return out.transpose(1, 2).reshape(total, heads.query_heads * heads.dim)
+
+
+def store_reference(fused: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads) -> None:
+    """The part of `attend_reference` that stores keys and values."""
+    _, values, scales = _rotate_and_pack(fused, pages, span, heads)
+    store_rows(layer, pages, span, _new_rows(span), values, scales)
+
+
+def _rotate_and_pack(fused: Tensor, pages: KvPages, span: Span, heads: Heads) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns rotated queries [streams * rows, queries, dim], and keys and values in their stored form,
+    [streams * rows, 2, keys, dim] with their scales."""
+    by_head = fused.view(fused.shape[0], heads.query_heads + 2 * heads.kv_heads, heads.dim)
+    query = rotate(by_head[:, : heads.query_heads], span.cosine, span.sine)
+    key = rotate(by_head[:, heads.query_heads : heads.query_heads + heads.kv_heads], span.cosine, span.sine)
+    value = by_head[:, heads.query_heads + heads.kv_heads :]
+    return query, *pack(torch.stack([key, value], dim=1), pages)
+
+
+def _new_rows(span: Span) -> Tensor:
+    """The numbers of the new rows, [streams, rows]."""
+    return span.first[:, None] + torch.arange(span.rows, device=span.first.device)
 
 
 def gather_ring(layer: int, pages: KvPages, span: Span, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

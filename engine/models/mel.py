@@ -35,7 +35,7 @@ class MelFrontEnd:
 
     def __init__(self, bins: int, device: torch.device | str = "cpu") -> None:
         self._basis = _windowed_fourier_basis().to(device)
-        self._filters = slaney_filters(bins).to(device, torch.float32)
+        self._filters = slaney_filters(bins).to(device)
 
     def frames(self, samples: Tensor) -> Tensor:
         """[..., samples] -> [..., 1 + (samples - 400) // 160, bins], without padding."""
@@ -43,8 +43,8 @@ class MelFrontEnd:
         # In float64: the rounding errors of float32 beside a loud tone would hide bins near the floor.
         spectrum = windows.double() @ self._basis  # [..., frames, 2 * 201]
         real, imaginary = spectrum.chunk(2, dim=-1)
-        power = (real.square() + imaginary.square()).float()
-        log_mel = (power @ self._filters).clamp(min=1e-10).log10()
+        power = real.square() + imaginary.square()
+        log_mel = (power @ self._filters).float().clamp(min=1e-10).log10()
         return (log_mel.clamp(min=LOG_MEL_CEILING - LOG_MEL_RANGE) + 4.0) / 4.0
 
     def offline(self, samples: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from engine.models.layers import (
     add_norm_reference,
     attend_reference,
     inverse_frequencies,
+    store_reference,
     swiglu_reference,
 )
 from engine.models.mel import HOP_SAMPLES, MelFrontEnd
@@ -249,6 +250,15 @@ class PagedAttention:
             return kernels.attend(fused, layer, self.pages, self.span, self.heads)
         return attend_reference(fused, layer, self.pages, self.span, self.heads)
 
+    def store(self, layer: int, fused: Tensor) -> None:
+        """Rotate and store keys and values, as `attend` does, and compute nothing else."""
+        if self.use_kernels:
+            from engine.models import kernels
+
+            kernels.store(fused, layer, self.pages, self.span, self.heads)
+        else:
+            store_reference(fused, layer, self.pages, self.span, self.heads)
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -387,31 +397,42 @@ class VoxtralRealtime:
     def encode(self, rows: Tensor, attention: PagedAttention) -> Tensor:
         """Encoder input [positions, 4 * width] -> audio embeddings [positions, text width]."""
         audio = self.config.audio
-        hidden = _run_stack(rows.view(-1, audio.width), self._audio_layers, self._audio_norm, audio, attention, None)
+        residual, delta = _run_layers(rows.view(-1, audio.width), self._audio_layers, audio, attention, None)
+        hidden = add_norm(residual, delta, self._audio_norm, audio.epsilon)[1]
         joined = hidden.view(rows.shape[0], -1)  # the 4 rows of a position side by side
         return linear(gelu(linear(joined, self._project_in)), self._project_out)
 
     def decode(self, audio: Tensor, tokens: Tensor, delays: Tensor, attention: PagedAttention) -> Tensor:
         """Audio embeddings [positions, width], the input token and the delay of each -> hidden rows [positions,
         width]."""
-        text = self.config.text
-        hidden = self._embedding[tokens] + audio
+        residual, delta = self._decoder_layers(self._text_layers, audio, tokens, delays, attention)
+        return add_norm(residual, delta, self._text_norm, self.config.text.epsilon)[1]
+
+    def remember(self, audio: Tensor, tokens: Tensor, delays: Tensor, attention: PagedAttention) -> Tensor:
+        """As `decode` for positions whose next tokens are known: stores keys and values in all layers, and leaves out
+        what follows them in the last one. Returns the projections of the last layer."""
+        *layers, last = self._text_layers
+        residual, delta = self._decoder_layers(layers, audio, tokens, delays, attention)
+        hidden = add_norm(residual, delta, last.attention_norm, self.config.text.epsilon)[1]
+        fused = linear(hidden, last.qkv, last.qkv_bias)
+        attention.store(len(layers), fused)
+        return fused
+
+    def _decoder_layers(
+        self, layers: list[Layer], audio: Tensor, tokens: Tensor, delays: Tensor, attention: PagedAttention
+    ) -> tuple[Tensor, Tensor | None]:
         scales = [RowScale(table, delays) for table in self._delay_scales]
-        return _run_stack(hidden, self._text_layers, self._text_norm, text, attention, scales)
+        return _run_layers(self._embedding[tokens] + audio, layers, self.config.text, attention, scales)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self._head)
 
 
-def _run_stack(
-    rows: Tensor,
-    layers: list[Layer],
-    norm: Tensor,
-    stack: Stack,
-    attention: PagedAttention,
-    scales: list[RowScale] | None,
-) -> Tensor:
-    """[rows, width] through all layers and the last norm. `add_norm` does each residual addition with the next norm."""
+def _run_layers(
+    rows: Tensor, layers: list[Layer], stack: Stack, attention: PagedAttention, scales: list[RowScale] | None
+) -> tuple[Tensor, Tensor | None]:
+    """[rows, width] through layers of a stack. Returns two parts whose sum is the result: `add_norm` does each residual
+    addition with the next norm."""
     residual, delta = rows, None
     for index, layer in enumerate(layers):
         residual, hidden = add_norm(residual, delta, layer.attention_norm, stack.epsilon)
@@ -420,4 +441,4 @@ def _run_stack(
         scale = None if scales is None else scales[index]
         residual, hidden = add_norm(residual, delta, layer.ffn_norm, stack.epsilon, scale)
         delta = linear(swiglu(linear(hidden, layer.gate_up)), layer.down, layer.down_bias)
-    return add_norm(residual, delta, norm, stack.epsilon)[1]
+    return residual, delta

@@ -131,8 +131,12 @@ class StepGraphs:
         self._sizes = sorted(sizes) or batch_sizes(largest)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def capture(self, pool_of: StepGraphs | None = None) -> None:
-        """Record the step for every size, in the memory pool of the graphs `pool_of` if they have one."""
+    def capture(self, pool_of: StepGraphs | None = None, queue: torch.cuda.Stream | None = None) -> None:
+        """Record the step for every size, in the memory pool of the graphs `pool_of` if they have one.
+
+        Graphs that run beside others are recorded in the queue in which they run: cuBLAS has one working memory for
+        each queue, which a recorded product goes on using.
+        """
         pool = torch.cuda.graph_pool_handle()
         if pool_of is not None and pool_of._graphs:
             pool = next(iter(pool_of._graphs.values())).pool()
@@ -141,7 +145,7 @@ class StepGraphs:
             self._step(size)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=queue):
                 self._step(size)
             self._graphs[size] = graph
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -287,6 +287,8 @@ MAX_ROUND_STREAMS = 512
 # and uploads come in items of sixteen.
 LONGER_ROUNDS = ((4, 128), (16, 32))
 LONGER_ROUND_SIZES = (4, 8, 16, 32, 64)
+# Lower numbers go first: a round of the detector is small, and the step after next waits for its results.
+QUEUE_PRIORITY = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -337,7 +339,8 @@ class DeviceSpeechDetector(Detector):
     digital silence. A round takes new samples of many streams and computes the frames that they complete, in one batch
     and in fixed buffers: on CUDA a round is a recorded graph. There are rounds for one position of each stream, and
     longer ones (`LONGER_ROUNDS`), because many short rounds in a row would keep host and device from live streams. The
-    host counts samples, and waits for probabilities only when they are read.
+    host counts samples, and waits for probabilities only when they are read. On CUDA the rounds have a queue of the
+    device of their own: they are small, need nothing from the model's steps, and run beside them.
 
     Samples are uploaded separately, although the step's buffers have most of them: audio that is already in the encoder
     cache, gaps, and audio that no step reads must be processed, too.
@@ -370,12 +373,21 @@ class DeviceSpeechDetector(Detector):
                 longer = [size for size in LONGER_ROUND_SIZES if size < buffers.capacity]
                 sizes = [*longer, buffers.capacity] if buffers.new_samples > ROUND_SAMPLES else ()
                 buffers.graphs = StepGraphs(partial(self._round, buffers), buffers.capacity, sizes)
+        self._queue: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._queue = torch.cuda.Stream(device, priority=QUEUE_PRIORITY)  # type: ignore[no-untyped-call]
+            self._queue.wait_stream(torch.cuda.current_stream(device))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        for buffers in self._rounds:
-            if buffers.graphs is not None:
-                buffers.graphs.capture(pool_of=self._rounds[0].graphs)
+        with self._in_queue():
+            for buffers in self._rounds:
+                if buffers.graphs is not None:
+                    buffers.graphs.capture(self._rounds[0].graphs, self._queue)
+
+    def _in_queue(self) -> AbstractContextManager[object]:
+        """Within this context work for the device goes to the detector's own queue."""
+        return nullcontext() if self._queue is None else torch.cuda.stream(self._queue)
 
     def open(self, stream: str, sample: int = 0) -> None:
         """Begin to listen to a stream whose next sample is number `sample`."""
@@ -390,16 +402,17 @@ class DeviceSpeechDetector(Detector):
         out streams that were closed meanwhile. If the check of the batch raises, no stream has changed; a later error
         may leave streams between two rounds."""
         self._slots.check(batch)
-        self._clear_new_slots()
         rounds: list[_Round] = []
-        while batch:
-            rest: list[tuple[str, Samples]] = []
-            for buffers, part in self._by_length(batch):
-                starts = range(0, len(part), buffers.capacity)
-                rounds += [self._run(buffers, part[start : start + buffers.capacity]) for start in starts]
-                size = buffers.new_samples
-                rest += [(stream, samples[size:]) for stream, samples in part if len(samples) > size]
-            batch = rest
+        with self._in_queue():
+            self._clear_new_slots()
+            while batch:
+                rest: list[tuple[str, Samples]] = []
+                for buffers, part in self._by_length(batch):
+                    starts = range(0, len(part), buffers.capacity)
+                    rounds += [self._run(buffers, part[start : start + buffers.capacity]) for start in starts]
+                    size = buffers.new_samples
+                    rest += [(stream, samples[size:]) for stream, samples in part if len(samples) > size]
+                batch = rest
         return lambda: self._read_all(rounds)
 
     def _by_length(self, batch: list[tuple[str, Samples]]) -> Iterator[tuple[_RoundBuffers, list[tuple[str, Samples]]]]:
@@ -414,13 +427,14 @@ class DeviceSpeechDetector(Detector):
     @torch.inference_mode()
     def pass_silence(self, stream: str, samples: int) -> Speech:
         """More of a silence in which nothing changes any more: one long frame, and nothing to compute."""
-        self._clear_new_slots()
         stream_state = self._stream_states[stream]
         frames, stream_state.carried_samples = divmod(stream_state.carried_samples + samples, FRAME_SAMPLES)
-        self._carried[stream_state.slot] = 0.0
-        self._silent_frames[stream_state.slot] += frames
         sample, stream_state.sample = stream_state.sample, stream_state.sample + frames * FRAME_SAMPLES
-        probabilities = [self._probability[stream_state.slot].item()] if frames else []
+        with self._in_queue():
+            self._clear_new_slots()
+            self._carried[stream_state.slot] = 0.0
+            self._silent_frames[stream_state.slot] += frames
+            probabilities = [self._probability[stream_state.slot].item()] if frames else []
         return Speech(stream, sample, frames * FRAME_SAMPLES, probabilities)
 
     def _clear_new_slots(self) -> None:

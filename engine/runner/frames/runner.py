@@ -37,6 +37,7 @@ from engine.models.voxtral_realtime import (
     BOS,
     MAX_DELAY_POSITIONS,
     STREAMING_PAD,
+    PagedAttention,
     VoxtralConfig,
     VoxtralRealtime,
     tensor_shapes,
@@ -369,7 +370,8 @@ class ModelPasses:
         slots, positions, inputs, forced, targets = self._buffers.inputs_of_pass(size)
         self._encoder_inputs.rows.index_copy_(0, targets, model.stem_rows(self._buffers.samples[:size]))
         delays = state.delays[slots]
-        hidden = self._forward(slots, positions, 1, inputs, state.tokens[slots], delays)
+        audio, attention = self._encode(slots, positions, 1, inputs)
+        hidden = model.decode(audio, state.tokens[slots], delays, attention)
         logits = model.logits(hidden)
         choice = choose(logits, state.blank_runs[slots], self._guard)
         tokens, biased = choice.tokens, self._recorded or self._bias.in_use
@@ -385,18 +387,19 @@ class ModelPasses:
         self._buffers.results[:, :size] = torch.stack([tokens, choice.failed.long(), guarded.long()])
 
     def chunks(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute chunks of equal length in one pass; returns the last hidden rows, [streams * positions, width]."""
+        """Compute chunks of equal length in one pass. Returns what was computed last: when it has been downloaded, the
+        pass is over."""
         device, count = self.model.device, len(chunks[0].inputs)
         chunk_indices, rows = _chunk_indices(chunks)
         slots, positions = upload(chunk_indices, device)
         inputs, tokens, delays = upload(rows, device)
-        return self._forward(slots, positions, count, inputs, tokens, delays)
+        return self._remember(slots, positions, count, inputs, tokens, delays)
 
     def recorded_chunks(self, buffers: ChunkBuffers, streams: int) -> None:
         """Compute the chunks in the buffers, with the padding."""
         slots, positions, inputs, tokens, delays = buffers.inputs_of_pass(streams)
-        hidden = self._forward(slots, positions, buffers.length, inputs, tokens, delays)
-        buffers.done.copy_(hidden[0, :1])
+        last = self._remember(slots, positions, buffers.length, inputs, tokens, delays)
+        buffers.done.copy_(last[0, :1])
 
     def openings(self) -> None:
         """Compute the keys and values of the silence before every stream, for each delay; the encoder's do not depend
@@ -410,7 +413,7 @@ class ModelPasses:
         attention = self._decoder.opening_attention(delays - 1, positions, model.text_frequencies)
         model.decode(audio.repeat(count, 1), tokens.repeat(count), delays.repeat_interleave(positions), attention)
 
-    def _forward(
+    def _remember(
         self,
         slots: Tensor,
         positions: Tensor,
@@ -419,12 +422,17 @@ class ModelPasses:
         tokens: Tensor,
         delays: Tensor,
     ) -> Tensor:
-        """Compute `count` positions of each stream; returns the decoder's last hidden rows [streams * count, width]."""
+        """Compute `count` known positions of each stream; see `VoxtralRealtime.remember`."""
+        audio, attention = self._encode(slots, positions, count, inputs)
+        return self.model.remember(audio, tokens, delays, attention)
+
+    def _encode(self, slots: Tensor, positions: Tensor, count: int, inputs: Tensor) -> tuple[Tensor, PagedAttention]:
+        """Run the encoder over `count` positions of each stream. Returns their audio embeddings, and the attention of
+        the decoder over the same positions."""
         model = self.model
         attention = self._encoder.attention(slots, positions, count, model.audio_frequencies, self._kernels)
         audio = model.encode(self._encoder_inputs.rows[inputs], attention)
-        attention = self._decoder.attention(slots, positions, count, model.text_frequencies, self._kernels)
-        return model.decode(audio, tokens, delays, attention)
+        return audio, self._decoder.attention(slots, positions, count, model.text_frequencies, self._kernels)
 
 
 # The runner.
@@ -437,11 +445,11 @@ LONGEST_CHUNK = 16
 CHUNK_PASS_POSITIONS = 2048
 # Most rebuilt positions in a step in which all live streams are being rebuilt: 1/16 s on an H200.
 REBUILD_POSITIONS = 2048
-# Streams in a recorded pass of chunks, and the time of a pass in units of the time that each chunk adds: PASS_CHUNKS
-# more than it has chunks, and at least FEWEST_CHUNKS. On an H200, one chunk of LONGEST_CHUNK positions takes 5.4 ms, 8
-# take 6.7, 32 take 16.6, 128 take 63.6.
-CHUNK_STREAMS = (1, 2, 4, 8, 16, 32, 64, 128)
-PASS_CHUNKS, FEWEST_CHUNKS = 2.5, 11
+# Streams in a recorded pass of chunks of LONGEST_CHUNK positions, and its milliseconds on an H200.
+CHUNK_PASS_MS = {
+    1: 5.1, 2: 5.2, 4: 5.5, 8: 6.4, 16: 8.6, 24: 12.7, 32: 15.6, 48: 23.3, 64: 31.9, 96: 44.8, 128: 61.0
+}  # fmt: skip
+MOST_CHUNKS = max(CHUNK_PASS_MS)
 NOT_FINITE_LOGITS = "the model's output is not a number; the audio may have NaN or infinite values"
 
 
@@ -516,9 +524,9 @@ def chunk_passes(chunks: Sequence[int], most: int) -> Iterator[list[int]]:
     A recorded pass computes its padding, too. So a pass has the recorded size that takes the least time for each chunk,
     and the streams with the most chunks left go first, which leaves few for the end.
     """
-    left, sizes = list(chunks), [size for size in CHUNK_STREAMS if size <= most]
+    left, sizes = list(chunks), [size for size in CHUNK_PASS_MS if size <= most]
     while due := sorted((index for index, count in enumerate(left) if count), key=lambda index: -left[index]):
-        size = max(sizes, key=lambda size: min(size, len(due)) / max(FEWEST_CHUNKS, size + PASS_CHUNKS))
+        size = max(sizes, key=lambda size: min(size, len(due)) / CHUNK_PASS_MS[size])
         for index in due[:size]:
             left[index] -= 1
         yield due[:size]
@@ -601,7 +609,7 @@ class VoxtralRunner(Runner):
             for size in self._chunk_sizes:
                 buffers = ChunkBuffers(size, self._max_chunks(size), memory.streams, model.device)
                 step = partial(self.passes.recorded_chunks, buffers)
-                counts = [count for count in CHUNK_STREAMS if count <= buffers.streams]
+                counts = [count for count in CHUNK_PASS_MS if count <= buffers.streams]
                 self._chunk_graphs[size] = buffers, StepGraphs(step, buffers.streams, counts)
         self._warm = False
 
@@ -669,7 +677,7 @@ class VoxtralRunner(Runner):
     @staticmethod
     def _max_chunks(size: int) -> int:
         """Most chunks of this length in one pass."""
-        return min(CHUNK_STREAMS[-1], CHUNK_PASS_POSITIONS // size)
+        return min(MOST_CHUNKS, CHUNK_PASS_POSITIONS // size)
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""

@@ -30,7 +30,7 @@ TYPES = {
     torch.int32: "i32",
     torch.bool: "i1",
 }
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
 class CompilingKernel:

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.runner.frames.runner import (
-    CHUNK_STREAMS,
-    FEWEST_CHUNKS,
-    PASS_CHUNKS,
+    CHUNK_PASS_MS,
+    MOST_CHUNKS,
     choose,
     chunk_passes,
     next_blank_runs,
@@ -73,7 +72,7 @@ def test_runs_count_blanks_that_the_model_chose() -> None:
 
 @given(
     chunks=st.one_of(st.lists(st.integers(0, 4), max_size=300), st.lists(st.just(4), max_size=300)),
-    most=st.sampled_from(CHUNK_STREAMS),
+    most=st.sampled_from(list(CHUNK_PASS_MS)),
 )
 def test_passes_have_each_chunk_once_and_take_no_longer_than_one_round_after_the_other(
     chunks: list[int], most: int
@@ -87,16 +86,16 @@ def test_passes_have_each_chunk_once_and_take_no_longer_than_one_round_after_the
 
 
 @pytest.mark.parametrize(
-    ("streams", "sizes"), [(37, [32] * 4 + [16, 4]), (17, [16] * 4 + [4]), (24, [16] * 6), (30, [32] * 4), (3, [4] * 4)]
+    ("streams", "sizes"), [(37, [32] * 4 + [16, 4]), (17, [16] * 4 + [4]), (24, [24] * 4), (30, [32] * 4), (3, [4] * 4)]
 )
 def test_a_few_streams_more_than_a_full_pass_do_not_double_the_passes(streams: int, sizes: list[int]) -> None:
-    passes = chunk_passes([4] * streams, CHUNK_STREAMS[-1])
+    passes = chunk_passes([4] * streams, MOST_CHUNKS)
     assert [recorded_chunks(len(part)) for part in passes] == sizes
 
 
 def time_of(counts: Iterable[int]) -> float:
-    return sum(max(FEWEST_CHUNKS, recorded_chunks(count) + PASS_CHUNKS) for count in counts)
+    return sum(CHUNK_PASS_MS[recorded_chunks(count)] for count in counts)
 
 
 def recorded_chunks(count: int) -> int:
-    return min(size for size in CHUNK_STREAMS if size >= count)
+    return min(size for size in CHUNK_PASS_MS if size >= count)

@@ -115,6 +115,7 @@ def test_chunks_equal_the_reference(recording: Recording, largest: int) -> None:
         return hidden
 
     passes.chunks = tapped  # type: ignore[method-assign]
+    passes.model.remember = passes.model.decode  # type: ignore[method-assign]
     tap = LogitsTap(runner)
     feed = Feed(0, recording.audio, forced=recording.tokens[:forced])
     driver = Driver(runner)
@@ -128,6 +129,20 @@ def test_chunks_equal_the_reference(recording: Recording, largest: int) -> None:
     computed[computed.isnan().any(1)] = torch.cat(tap.rows)
     assert (computed - recording.reference).abs().max() < 1e-4
     assert feed.tokens == recording.tokens
+
+
+def test_known_tokens_leave_the_keys_and_values_that_decoding_leaves(recording: Recording) -> None:
+    """`remember` computes less than `decode`: nothing behind the keys and values of the last layer."""
+    rings = []
+    for computes_all in (False, True):
+        runner = small_runner(embeds=POSITIONS + 1)
+        if computes_all:
+            runner.passes.model.remember = runner.passes.model.decode  # type: ignore[method-assign]
+        Driver(runner).step([(Feed(0, recording.audio, forced=recording.tokens), POSITIONS)])
+        rings.append([cache.pages.data for cache in runner._caches])
+    for found, wanted in zip(*rings, strict=True):
+        assert found.abs().sum() > 0
+        assert torch.equal(found, wanted)
 
 
 def test_streams_that_are_rebuilt_together_go_on_as_if_alone() -> None:
