@@ -111,7 +111,7 @@ class Watch:
         if not torch.cuda.is_available():
             return
         self._time_calls(runner._graphs or runner.passes, "run" if runner._graphs else "batch")
-        self._time_calls(runner._encoder_inputs, "encode")
+        self._time_calls(runner._encoder_inputs, "_encode")
         for _, graphs in runner._chunk_graphs.values():
             self._time_calls(graphs, "run")
         launch = runner.launch

@@ -17,7 +17,7 @@ import os
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,32 @@ def upload(values: NDArray[Any], device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
+class SideQueue:
+    """Another queue of a CUDA device, for work that runs beside the steps in the main queue. A device of another kind
+    has one queue: work is done at once, and nothing waits."""
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        """Of queues that wait, the one with the lower number of `priority` goes first."""
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+            self.wait_for_main()
+
+    def used(self) -> AbstractContextManager[object]:
+        """Within this context the device's work goes to this queue."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def wait_for_main(self) -> None:
+        """Later work in this queue begins when the present work in the main queue is done."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    def keep_main_waiting(self) -> None:
+        """Later work in the main queue begins when the present work in this queue is done."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+
 class Download:
     """A transfer of a tensor to the host; `values` waits for it and for all work of the device before it."""
 
@@ -131,12 +157,13 @@ class StepGraphs:
         self._sizes = sorted(sizes) or batch_sizes(largest)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def capture(self, pool_of: StepGraphs | None = None, queue: torch.cuda.Stream | None = None) -> None:
+    def capture(self, pool_of: StepGraphs | None = None, queue: SideQueue | None = None) -> None:
         """Record the step for every size, in the memory pool of the graphs `pool_of` if they have one.
 
         Graphs that run beside others are recorded in the queue in which they run: cuBLAS has one working memory for
         each queue, which a recorded product goes on using.
         """
+        stream = None if queue is None else queue.stream
         pool = torch.cuda.graph_pool_handle()
         if pool_of is not None and pool_of._graphs:
             pool = next(iter(pool_of._graphs.values())).pool()
@@ -145,7 +172,7 @@ class StepGraphs:
             self._step(size)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=queue):
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
                 self._step(size)
             self._graphs[size] = graph
 

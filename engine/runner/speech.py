@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -27,7 +27,7 @@ from engine.errors import AtCapacity, BadItem, DuplicateStream, UnknownStream
 from engine.messages import Saved, Speech
 from engine.models.silero import CONTEXT_SAMPLES, FRAME_SAMPLES, STATE_SIZE, SileroVad
 from engine.runner.base import Detector
-from engine.runner.device import Download, StepGraphs, staging, upload
+from engine.runner.device import Download, SideQueue, StepGraphs, staging, upload
 
 Samples = NDArray[np.float32]
 
@@ -287,7 +287,7 @@ MAX_ROUND_STREAMS = 512
 # and uploads come in items of sixteen.
 LONGER_ROUNDS = ((4, 128), (16, 32))
 LONGER_ROUND_SIZES = (4, 8, 16, 32, 64)
-# Lower numbers go first: a round of the detector is small, and the step after next waits for its results.
+# The detector's rounds go first: they are small, and the host waits for their results.
 QUEUE_PRIORITY = -1
 
 
@@ -373,21 +373,14 @@ class DeviceSpeechDetector(Detector):
                 longer = [size for size in LONGER_ROUND_SIZES if size < buffers.capacity]
                 sizes = [*longer, buffers.capacity] if buffers.new_samples > ROUND_SAMPLES else ()
                 buffers.graphs = StepGraphs(partial(self._round, buffers), buffers.capacity, sizes)
-        self._queue: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._queue = torch.cuda.Stream(device, priority=QUEUE_PRIORITY)  # type: ignore[no-untyped-call]
-            self._queue.wait_stream(torch.cuda.current_stream(device))
+        self._queue = SideQueue(device, QUEUE_PRIORITY)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        with self._in_queue():
+        with self._queue.used():
             for buffers in self._rounds:
                 if buffers.graphs is not None:
                     buffers.graphs.capture(self._rounds[0].graphs, self._queue)
-
-    def _in_queue(self) -> AbstractContextManager[object]:
-        """Within this context work for the device goes to the detector's own queue."""
-        return nullcontext() if self._queue is None else torch.cuda.stream(self._queue)
 
     def open(self, stream: str, sample: int = 0) -> None:
         """Begin to listen to a stream whose next sample is number `sample`."""
@@ -403,7 +396,7 @@ class DeviceSpeechDetector(Detector):
         may leave streams between two rounds."""
         self._slots.check(batch)
         rounds: list[_Round] = []
-        with self._in_queue():
+        with self._queue.used():
             self._clear_new_slots()
             while batch:
                 rest: list[tuple[str, Samples]] = []
@@ -430,7 +423,7 @@ class DeviceSpeechDetector(Detector):
         stream_state = self._stream_states[stream]
         frames, stream_state.carried_samples = divmod(stream_state.carried_samples + samples, FRAME_SAMPLES)
         sample, stream_state.sample = stream_state.sample, stream_state.sample + frames * FRAME_SAMPLES
-        with self._in_queue():
+        with self._queue.used():
             self._clear_new_slots()
             self._carried[stream_state.slot] = 0.0
             self._silent_frames[stream_state.slot] += frames

@@ -257,10 +257,10 @@ REPLAY_STEPS_AHEAD, LONE_REPLAY_STEPS_AHEAD = 2, 4
 # Rebuilding steps for which the engine has received audio, besides one that is being computed. The next step takes
 # streams that are not in that one, and they need a whole part each: two steps of audio are not enough.
 BACKLOG_STEPS = 3
-# Rebuilding steps before a step of other streams while no stream is on time: one, and one more for each so many of the
-# others, which have been rebuilt: the more there are, the longer their step, up to `FIRST_WORDS_STREAMS` of the
-# scheduler. At most the second value, half a second on an H200: then the others have about a twentieth of the device.
-STREAMS_A_REBUILD, MAX_REBUILDS_AHEAD_ALONE = 32, 8
+# Rebuilding steps before a step of other streams while no stream is on time, half a second on an H200: then the others,
+# which have been rebuilt, have about a twentieth of the device. With fewer at the beginning, the first streams would
+# go on, and half of all would have their next word later.
+REBUILDS_AHEAD_ALONE = 8
 # A step with less to rebuild counts as a part of one, at least this part: the last streams are few and soon done.
 MIN_REBUILD_PART = 0.25
 # Rebuilding steps before such a step while most streams are on time: a stride's time. Uploads and rebuilt streams are
@@ -341,9 +341,7 @@ class RebuildBudget:
     def _others_go_first(self) -> bool:
         """Whether the next step is for streams that are not rebuilt."""
         if not self._scheduler.on_time_count:
-            rebuilt = len(self._scheduler.recovering) - len(self._scheduler.rebuilding)
-            ahead = min(1 + rebuilt // STREAMS_A_REBUILD, MAX_REBUILDS_AHEAD_ALONE)
-            return self._scheduler.others_wait and self._steps >= ahead
+            return self._scheduler.others_wait and self._steps >= REBUILDS_AHEAD_ALONE
         if not self._most_are_on_time:
             return self._scheduler.others_wait and self._steps > 0
         if self._steps >= MAX_REBUILDS_AHEAD and self._scheduler.others_wait:

@@ -24,7 +24,10 @@ from engine.runner.load import frames_limits
 from engine.runner.speech import DeviceSpeechDetector, SpeechDetector
 from engine.server.loop import EngineLoop
 from engine.spec import Vocabulary
+from tests.engine.runner.frames.test_memory_parking import tokens_of
 
+# Tokens by stream.
+Outputs = dict[str, list[int]]
 DELAYS = (1, 6, 30)
 
 
@@ -283,3 +286,31 @@ def detection_error(device: str, streams: int = 40, rounds: int = 60) -> float:
             assert found.sample == right.sample
             worst = max(worst, float(np.abs(np.subtract(found.probabilities, right.probabilities)).max()))
     return worst
+
+
+def beside_detection(runner: VoxtralRunner, turns: list[tuple[int, int]], streams: int = 40) -> tuple[Outputs, float]:
+    """The tokens of these turns with rounds of the speech detector in the device's other queue beside each step, and
+    the largest difference of their probabilities from those of the CPU."""
+    detector = DeviceSpeechDetector(load_silero(fft_as_matmul=True).to("cuda"), streams)
+    detector.warm_up()
+    reference = SpeechDetector(load_silero(), streams)
+    names = [f"s{index}" for index in range(streams)]
+    for name in names:
+        detector.open(name)
+        reference.open(name)
+    random, launch = np.random.default_rng(4), runner.launch
+    pending = []
+
+    def with_a_round(plan: StepPlan, time_is_up: Callable[[], bool] = never) -> Callable[[], list[DecodeResult]]:
+        length = 1280 * int(random.choice([1, 4, 16]))
+        batch = [(name, (0.1 * random.standard_normal(length)).astype(np.float32)) for name in names]
+        pending.append((detector.launch(batch), reference.detect(batch)))
+        return launch(plan, time_is_up)
+
+    runner.launch = with_a_round  # type: ignore[method-assign]
+    tokens, _ = tokens_of(runner, turns)
+    worst = 0.0
+    for answers, wanted in pending:
+        for found, right in zip(answers(), wanted, strict=True):
+            worst = max(worst, float(np.abs(np.subtract(found.probabilities, right.probabilities)).max()))
+    return tokens, worst

@@ -25,6 +25,7 @@ from engine.runner.frames.memory import _pin
 from tests.engine.runner.frames.test_memory_parking import RESIDENT, STREAMS, tokens_of
 from tests.gpu.attention_inputs import attention_inputs, stacks
 from tests.gpu.steps import (
+    beside_detection,
     compare_overlap,
     compare_paths,
     detection_error,
@@ -133,6 +134,19 @@ def test_the_recurrent_kernel_equals_the_reference(streams: int, frames: int) ->
 def test_speech_is_detected_on_the_device_as_on_the_cpu() -> None:
     error = detection_error("cuda")
     print(f"speech probabilities, device against CPU: worst difference {error:.1e}")
+    assert error < 1e-4
+
+
+@torch.inference_mode()
+def test_steps_and_rounds_of_the_detector_beside_them_compute_what_they_compute_alone() -> None:
+    """Both have products with a working memory of cuBLAS: if they shared it, they would be wrong or never end."""
+    turns = [(turn * 3 % STREAMS, 3 + turn * 7 % 41) for turn in range(20)]
+    with closing(parking_runner(torch.float8_e4m3fn, STREAMS, STREAMS)) as runner:
+        alone, _ = tokens_of(runner, turns)
+    with closing(parking_runner(torch.float8_e4m3fn, STREAMS, STREAMS)) as runner:
+        beside, error = beside_detection(runner, turns)
+    print(f"speech probabilities beside steps, device against CPU: worst difference {error:.1e}")
+    assert beside == alone
     assert error < 1e-4
 
 

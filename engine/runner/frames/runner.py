@@ -44,7 +44,16 @@ from engine.models.voxtral_realtime import (
 )
 from engine.runner.base import Runner, never
 from engine.runner.bias import BiasTables, KeywordTree, KeywordTrees, wait_briefly
-from engine.runner.device import Download, StepGraphs, free_memory, require_device, shared_memory, staging, upload
+from engine.runner.device import (
+    Download,
+    SideQueue,
+    StepGraphs,
+    free_memory,
+    require_device,
+    shared_memory,
+    staging,
+    upload,
+)
 from engine.runner.frames.memory import (
     SPARE_HOST_BUFFERS,
     MemoryPlan,
@@ -195,6 +204,7 @@ class EncoderInputs:
         self.spare_row = embeds + 1
         width = config.audio.width * config.rows_per_position
         self.rows = torch.zeros(embeds + 2, width, dtype=model.dtype, device=model.device)
+        self._queue = SideQueue(model.device)
 
     def write_silence(self) -> None:
         """Compute row 0."""
@@ -247,14 +257,23 @@ class EncoderInputs:
             start = position * self._step_samples
             yield samples[start : start + self.payload_samples]
 
-    def encode(self, payloads: Payloads) -> None:
-        """Encode positions outside a batched pass."""
+    def encode(self, payloads: Payloads, ended: bool) -> None:
+        """Encode positions outside a batched pass, beside the step under way, which has other rows: rows are free when
+        the steps that read them are over. Only if streams have `ended` since the last step, it may have rows of
+        theirs."""
+        if ended:
+            self._queue.wait_for_main()
+        with self._queue.used():
+            self._encode(payloads)
+        self._queue.keep_main_waiting()
+
+    def _encode(self, payloads: Payloads) -> None:
         device = self.rows.device
         for start in range(0, len(payloads.rows), ENCODE_BATCH):
             part = slice(start, start + ENCODE_BATCH)
             rows = upload(np.array(payloads.rows[part], dtype=np.int64), device)
             samples = staging((len(rows), self.payload_samples), torch.float32, device)
-            np.stack(payloads.samples[part], out=samples.numpy())
+            np.concatenate(payloads.samples[part], out=samples.numpy().reshape(-1))
             self.rows.index_copy_(0, rows, self._model.stem_rows(samples.to(device, non_blocking=True)))
 
 
@@ -665,7 +684,8 @@ class VoxtralRunner(Runner):
         """Run chunks of every length once, and record them, so that the first rebuild need not compile kernels or
         allocate memory. These chunks write to the padding page."""
         silence = np.zeros(self._encoder_inputs.payload_samples, np.float32)
-        self._encoder_inputs.encode(Payloads([self._encoder_inputs.spare_row] * ENCODE_BATCH, [silence] * ENCODE_BATCH))
+        spare = Payloads([self._encoder_inputs.spare_row] * ENCODE_BATCH, [silence] * ENCODE_BATCH)
+        self._encoder_inputs.encode(spare, ended=False)
         for size in self._chunk_sizes:
             chunk = Chunk(self.memory.streams, 0, [SILENCE_ROW] * size, [STREAMING_PAD] * size, 1)
             for streams in (1, min(self.memory.streams, self._max_chunks(size))):
@@ -716,7 +736,7 @@ class VoxtralRunner(Runner):
         # A batched pass encodes at most one position per row. Chunks, and more positions than rows, need them encoded
         # before.
         if longer or len(payloads.rows) > min(len(healthy), capacity):
-            self._encoder_inputs.encode(payloads)
+            self._encoder_inputs.encode(payloads, ended=bool(plan.closed))
             payloads = Payloads([], [])
         rebuilt = self._rebuild(longer)
         passes: list[_Pass] = []

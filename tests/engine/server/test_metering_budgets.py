@@ -575,7 +575,7 @@ class TestRebuilding:
         loop, runner = self.loop(100)
         early, late = [f"a{number}" for number in range(32)], [f"b{number}" for number in range(68)]
         self.bring_back(loop, early, 128, new=20)
-        self.bring_back(loop, late, 640, new=20)
+        self.bring_back(loop, late, 2560, new=20)
         drain(loop)
         last_rebuild = max(number for number, plan in enumerate(runner.plans) if plan.rebuilt_positions)
         before = runner.plans[:last_rebuild]
