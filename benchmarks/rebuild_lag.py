@@ -1,14 +1,14 @@
 """How late live streams are while others are rebuilt beside them, in simulated time and without a GPU.
 
     python -m benchmarks.rebuild_lag [--live 300] [--rebuilt 130] [--slow 1.6] [--host-ms 12] [--at-a-time 4]
-                                     [--thread 0.75] [--away 30]
+                                     [--thread 0.75] [--away 30] [--spread 160]
 
 Host, loop, scheduler, messages and the gateways' send queues are real. Steps overlap as on a device: on a simulated
 clock each takes the time that an H200 needs for such a step (docs/voxtral.md), times `--slow`, because two engines on
 one card take turns. The host takes `--host-ms` between two steps, or, with `--thread`, that part of the time that its
 thread takes on this machine, while steps run. Lag is from the moment a frame is complete until the
 engine reports it computed. At second 2 the streams that are to be rebuilt come, each with a full window of audio, whose
-tokens are known.
+tokens are known, or with up to `--spread` positions less, the shortest first. Three frames in ten have a word.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ from realtime.bench.statistics import percentile
 FRAME_S = 0.08
 # Positions that are rebuilt of each stream: the decoder's window.
 WINDOW = 1024
+# Share of the frames that have a word.
+WORDS = 0.3
 # Positions of a turn, 5 s: the replay has a flush after each.
 TURN = 62
 REBUILT_SPEC = replace(SPEC, replay_positions=REPLAY_POSITIONS, embeds_per_stream=EMBEDS_PER_STREAM)
@@ -193,8 +195,11 @@ class Session:
     computed: int = 0
     # Commands behind the replay.
     waiting: list[Queued] = field(default_factory=list)
-    # When the first frame after the replay was computed.
+    # New frames up to the first one with a word.
+    until_word: int = 1
+    # When the first frame after the replay was computed, and the first one with a word.
     continued_at: float | None = None
+    spoke_at: float | None = None
 
     @property
     def is_rebuilt(self) -> bool:
@@ -273,6 +278,8 @@ class Gateway:
         if session.known:
             if computed > session.known and session.continued_at is None:
                 session.continued_at = now
+            if computed >= session.known + session.until_word and session.spoke_at is None:
+                session.spoke_at = now
             return []
         return [now - complete_at for complete_at in frames]
 
@@ -290,6 +297,7 @@ class Simulation:
         self._line = Line()
         self._host = EngineHost(loop, self._line, "engine", self.clock.seconds)  # type: ignore[arg-type]
         self.gateways = [Gateway(number) for number in range(options.gateways)]
+        self._random = np.random.default_rng(1)
         self._by_name = {gateway.name: gateway for gateway in self.gateways}
         # By session: when its next frame is complete, and the position of that frame.
         self._frames: dict[str, tuple[float, int]] = {}
@@ -314,13 +322,16 @@ class Simulation:
                     if under_way[gateway] < self._options.at_a_time:
                         under_way[gateway] += 1
                         waiting.remove(number)
-                        self._open(number, known=WINDOW)
+                        rank = (number - self._options.live) / self._options.rebuilt
+                        self._open(number, known=WINDOW - round(self._options.spread * (1.0 - rank)))
             self._send_frames()
             self._tick()
 
     def _open(self, number: int, known: int) -> None:
         gateway, name = self.gateways[number % len(self.gateways)], f"item_{number:06d}"
-        gateway.sessions[name] = Session(name, known, turn_end=1 + number % TURN, begun_at=self.clock.now)
+        session = Session(name, known, turn_end=1 + number % TURN, begun_at=self.clock.now)
+        session.until_word = int(self._random.geometric(WORDS))
+        gateway.sessions[name] = session
         away_s = self._options.away if known else 0.0
         self._frames[name] = self.clock.now - away_s + FRAME_S * (number % 97) / 97, known
         gateway.queue.put((messages.Open(name, forced_tokens=[1] * known), []))
@@ -357,12 +368,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         simulation.run()
     sessions = [s for gateway in simulation.gateways for s in gateway.sessions.values() if s.known]
     pauses = [s.continued_at - s.begun_at for s in sessions if s.continued_at is not None]
+    silences = [s.spoke_at - s.begun_at for s in sessions if s.spoke_at is not None]
     figures = {
         "lag of live streams, ms": {
             when: _percentiles([1000 * lag for at, lag in simulation.lags if begin <= at < end])
             for when, begin, end in (("before", 1.0, REBUILD_FROM_S), ("meanwhile", REBUILD_FROM_S, 1e9))
         },
         "pause of a rebuilt stream, s": _percentiles(pauses),
+        "until its next word, s": _percentiles(silences),
         "rebuilt": f"{len(pauses)} of {options.rebuilt}",
     }
     show(f"{options.live} live streams, {options.slow:g} times the time of an H200", figures)
@@ -382,6 +395,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--host-ms", type=float, default=12.0, help="time of the host between two steps")
     parser.add_argument("--thread", type=float, help="instead: its measured time, times this")
     parser.add_argument("--away", type=float, default=0.0, help="seconds of audio that came while there was no engine")
+    parser.add_argument("--spread", type=int, default=0, help="the shortest replay has so many positions less")
     parser.add_argument("--at-a-time", type=int, default=MAX_MIGRATING, help="rebuilt streams of a gateway at a time")
     parser.add_argument("--seconds", type=float, default=16.0, help="simulated seconds from the first rebuild on")
     run_command(parser, arguments, measure, live=12, rebuilt=4, gateways=2, seconds=2.0)

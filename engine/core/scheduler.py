@@ -72,7 +72,7 @@ MAX_CATCH_UP_POSITIONS = 4
 LATE_SHARE = 0.25
 # While more streams are rebuilt than are on time, a step has so many of those that are rebuilt already: those with the
 # fewest new positions. A step of all would take longer, for streams on time and for those that wait for first words.
-FIRST_WORDS_STREAMS = 32
+FIRST_WORDS_STREAMS = 64
 # A stream may be parked when its last audio to compute arrived this long ago: longer than the gaps in the audio of a
 # usual connection.
 PARKED_AFTER_NS = 500_000_000
