@@ -153,12 +153,12 @@ BATCH_BYTES = 2 * 1024 * 1024
 REPLAY_WINDOW_BYTES = 32 * 1024 * 1024
 # Replays that are sent in turn; the others wait until one of these is done. An engine rebuilds a few streams as fast as
 # many, and a rebuilt stream continues while the others wait. So no more are sent than have POSITIONS_A_REPLAY positions
-# under way each, those of one step and of the next; MAX_PARALLEL_REPLAYS if the engine sets no bound.
+# under way each, those of four steps; MAX_PARALLEL_REPLAYS if the engine sets no bound.
 MAX_PARALLEL_REPLAYS = 64
-POSITIONS_A_REPLAY = 128
+POSITIONS_A_REPLAY = 256
 # A replay that is rebuilt is sent this much audio in its turn, in positions: what a step computes of one stream. Its
 # pieces are shorter, because they end at each flush.
-TURN_POSITIONS = POSITIONS_A_REPLAY // 2
+TURN_POSITIONS = POSITIONS_A_REPLAY // 4
 # Turns of replays that are rebuilt between two other pieces.
 REBUILT_TURNS = 4
 # Bytes of one sample of a payload.

@@ -233,6 +233,7 @@ class Planner:
             if end - base > self._positions:
                 return False
         else:
+            start = base = stream.rebuild_start
             end = self._span_end(stream)
             if end == start:
                 return False
@@ -248,6 +249,8 @@ class Planner:
                 return False
         pause = end == stream.next_pause()
         final = bool(stream.flushes) and self._spec.rereads_window and end == stream.flushes[0].position and not pause
+        if stream.is_rebuilding:
+            stream.rebuilt_until = end
         self._append(stream, base, start, end, rows, final, pause)
         self._add_ahead(stream, self._decode[-1])
         return True
@@ -321,7 +324,7 @@ class Planner:
         """Return the end of the positions that a frame-synchronous model computes next; `computed` if there is no work
         or no budget."""
         start, stop, step = stream.computed, stream.available, self._spec.step_positions
-        if start < stream.forced_until:
+        if stream.is_rebuilding:
             # Beyond flushes: their text is ended when the step is committed.
             return self._replay_end(stream)
         if stream.flushes:
@@ -333,8 +336,8 @@ class Planner:
     def _replay_end(self, stream: Stream) -> int:
         """Return the end of the positions that a rebuild computes next. Avoids a remainder that is too short to be
         efficient."""
-        start, stop = stream.computed, stream.rebuild_stop(self._spec)
-        step, part, length = self._replay_positions, self._spec.replay_part, stop - stream.computed
+        start, stop = stream.rebuild_start, stream.rebuild_stop(self._spec)
+        step, part, length = self._replay_positions, self._spec.replay_part, stop - start
         if step < length < step + part:
             step += part if step + part <= self._spec.replay_positions else -part
         if self._positions < min(step, length):
@@ -404,7 +407,7 @@ class Planner:
 
 def _rebuild_order(stream: Stream) -> tuple[bool, int]:
     """Sort key of rebuilds: streams with recent speech first, then those with the fewest positions left."""
-    return not stream.spoke_lately, stream.forced_until - stream.computed
+    return not stream.spoke_lately, stream.forced_until - stream.rebuild_start
 
 
 class Scheduler:
@@ -425,9 +428,9 @@ class Scheduler:
         # Queues: resident streams with work.
         self.live: list[Stream] = []
         self.uploads: list[Stream] = []
-        # Tasks that are planned and not committed, by slot, and tasks that the runner has suspended. Their streams are
-        # in no queue.
-        self._planned: dict[int, DecodeTask] = {}
+        # Tasks that are planned and not committed, by slot and in order, and tasks that the runner has suspended. Their
+        # streams are in no queue.
+        self._planned: dict[int, list[DecodeTask]] = {}
         self._unfinished: list[DecodeTask] = []
         self.rebuilding: set[str] = set()  # streams whose next positions repeat known tokens
         # Those, and rebuilt streams until they have caught up with their audio and no other stream is being rebuilt.
@@ -632,11 +635,8 @@ class Scheduler:
     @property
     def rebuild_backlog(self) -> int:
         """Positions of rebuilds that could be computed and are in no plan."""
-        backlog = 0
-        for stream in map(self.streams.__getitem__, self.rebuilding):
-            task = self._planned.get(stream.slot)
-            backlog += max(0, stream.rebuild_stop(self.spec) - (stream.computed if task is None else task.end))
-        return backlog
+        streams = map(self.streams.__getitem__, self.rebuilding)
+        return sum(stream.rebuild_stop(self.spec) - stream.rebuild_start for stream in streams)
 
     @property
     def rebuild_to_come(self) -> int:
@@ -657,8 +657,8 @@ class Scheduler:
         for stream in self.streams.values():
             if not (stream.live and stream.queued and stream.resident):
                 continue
-            task = self._planned.get(stream.slot)
-            next_position = stream.computed if task is None else task.end
+            tasks = self._planned.get(stream.slot)
+            next_position = tasks[-1].end if tasks else stream.computed
             if stream.available > next_position and stream.id not in self.recovering:
                 arrival = stream.timeline.arrival_at(next_position)
                 oldest = oldest if arrival is None else min(oldest, arrival)
@@ -679,7 +679,7 @@ class Scheduler:
         self, live: bool = True, upload_positions: int | None = None, rebuild_positions: int | None = None
     ) -> StepPlan:
         """Plan the next step. Streams in the plan stay out of the queues until `commit`, so no stream is in two plans,
-        even if further plans are made before.
+        even if further plans are made before, unless it is rebuilt (`_rebuilt_further`).
 
         Without `live`, the step has no live streams except rebuilds. `upload_positions` limits the positions of
         uploads (None: the rest of the budget), `rebuild_positions` those of rebuilds, which are planned after other
@@ -703,7 +703,7 @@ class Scheduler:
         )
         if rebuild_positions is None:
             rebuild_positions = limits.rebuild_positions if live else 0
-        if (live or rebuild_positions) and self.live:
+        if (live and self.live) or rebuild_positions:
             rebuilt = [stream for stream in self.live if stream.is_rebuilding] if self.rebuilding else []
             if rebuilt:
                 self.live = [stream for stream in self.live if not stream.is_rebuilding]
@@ -715,12 +715,13 @@ class Scheduler:
                 if not self.spec.rereads_window:
                     self._let_catch_up(planner)
                 self.live = planner.add_all(self.live) + later
-            if rebuilt and rebuild_positions:
+            if rebuild_positions:
                 first = len(plan.decode)
+                rebuilt += self._rebuilt_further()
                 rebuilt.sort(key=_rebuild_order)
                 rebuilt = planner.add_rebuilt(rebuilt, rebuild_positions)
                 plan.rebuilt_positions = sum(task.end - task.start for task in plan.decode[first:])
-            self.live += rebuilt
+            self.live += [stream for stream in rebuilt if stream.slot not in self._planned]
             plan.live = len(plan.decode)
         if upload_positions != 0:
             planner.add_again(self._unfinished, self.streams)
@@ -728,10 +729,26 @@ class Scheduler:
             self.uploads = planner.add_all(self.uploads, upload_positions)
         for stream in set_aside:
             (self.live if stream.live else self.uploads).append(stream)
+        self._note_planned(plan)
+        return plan
+
+    def _note_planned(self, plan: StepPlan) -> None:
         if plan.decode:
             self._steps_without_rebuild = 0 if plan.rebuilt_positions else self._steps_without_rebuild + 1
-        self._planned |= {task.slot: task for task in plan.decode}
-        return plan
+        for task in plan.decode:
+            self._planned.setdefault(task.slot, []).append(task)
+
+    def _rebuilt_further(self) -> list[Stream]:
+        """Return the streams of plans that are not committed in which more could be rebuilt. The device computes the
+        plans in order, and a rebuild needs no results: the next plan may go on where the last one ends."""
+        streams = (self.streams[name] for name in self.rebuilding)
+        return [
+            stream
+            for stream in streams
+            if stream.slot in self._planned
+            and stream.rebuild_stop(self.spec) > stream.rebuild_start
+            and stream.id not in self.suspects
+        ]
 
     def commit(self, plan: StepPlan, results: list[DecodeResult]) -> list[Output]:
         """Apply the results of the runner, which are in the order of `plan.decode`; returns all outputs. Plans are
@@ -739,14 +756,17 @@ class Scheduler:
         outputs = self.take_replies()
         rereads = self.spec.rereads_window
         for task, result in zip(plan.decode, results, strict=True):
-            if self._planned.get(task.slot) is not task:
+            tasks = self._planned.get(task.slot)
+            if not tasks or tasks[0] is not task:
                 continue  # its stream has ended; another stream may have the slot
-            del self._planned[task.slot]
+            del tasks[0]
+            if not tasks:
+                del self._planned[task.slot]
             stream = self.streams[task.stream]
             if result.unfinished:
                 self._unfinished.append(task)
                 continue
-            stream.queued = False
+            stream.queued = bool(tasks)
             try:
                 problem = result.error or self._invalid_result(task, result, stream.live)
                 if problem:
@@ -809,7 +829,7 @@ class Scheduler:
             assert rows == stream.cached_rows <= self.spec.embeds_for(stream.live), "more rows than reserved for it"
             waiting = (self.live if stream.live else self.uploads).count(stream) if stream.resident else 0
             waiting += self._waiting_for_pages.count(stream) + self._arriving.count(stream)
-            waiting += sum(task.slot == stream.slot for task in [*self._unfinished, *self._planned.values()])
+            waiting += sum(task.slot == stream.slot for task in self._unfinished) + (stream.slot in self._planned)
             assert waiting == int(stream.queued), f"{stream.id} is queued {waiting} times"
 
     def _check_capacity(self, name: str, live: bool) -> None:

@@ -412,8 +412,8 @@ class Stream:
     __slots__ = (
         "ahead_until", "available", "base", "cached", "cached_rows", "catch_up_until", "clock", "computed", "delay",
         "encoded", "finished", "flushes", "forced_until", "id", "is_held", "live", "new_pages", "paged_until", "pauses",
-        "prune_at", "queued", "released", "resident", "resident_since", "rings", "slot", "spoke_lately", "stride",
-        "text", "timeline", "waiting_since",
+        "prune_at", "queued", "rebuilt_until", "released", "resident", "resident_since", "rings", "slot",
+        "spoke_lately", "stride", "text", "timeline", "waiting_since",
     )  # fmt: skip
 
     def __init__(
@@ -460,6 +460,7 @@ class Stream:
         self.new_pages: list[tuple[int, int, int]] = []
         self.paged_until = 0 if self.rings else UNPAGED  # no position below this needs another page
         self.prune_at = start + PRUNE_EVERY_POSITIONS  # old items are removed when the window begins here
+        self.rebuilt_until = 0  # up to where plans rebuild it, also those that are not committed
         self.resident = resident  # its pages are reserved on the device
         self.resident_since = 0  # with parking: when its pages came to the device (ns, the clock of `waiting_since`)
         if resident:
@@ -470,6 +471,11 @@ class Stream:
     def is_rebuilding(self) -> bool:
         """Whether the next positions repeat known tokens."""
         return self.computed < self.forced_until
+
+    @property
+    def rebuild_start(self) -> int:
+        """Return the position from which the next plan rebuilds the stream."""
+        return max(self.computed, self.rebuilt_until)
 
     @property
     def is_caught_up(self) -> bool:
@@ -505,14 +511,14 @@ class Stream:
         is to come, that is in multiples of `ModelSpec.replay_part`, and leaves at least that for the last step."""
         if self.available >= self.forced_until or self.finished:
             return min(self.available, self.forced_until)
-        part = spec.replay_part
-        parts = min(self.available - self.computed, self.forced_until - self.computed - part) // part
-        return self.computed + max(0, parts) * part
+        part, start = spec.replay_part, self.rebuild_start
+        parts = min(self.available - start, self.forced_until - start - part) // part
+        return start + max(0, parts) * part
 
     def is_due(self, spec: ModelSpec) -> bool:
         """Whether a step would have something to do for the stream."""
         if self.computed < self.forced_until:
-            return self.rebuild_stop(spec) > self.computed
+            return self.rebuild_stop(spec) > self.rebuild_start
         reached = self.base if spec.rereads_window else self.computed
         if self.flushes and min(self.flushes[0].position, self.available) > reached:
             return True

@@ -410,18 +410,18 @@ class EngineLoop:
         A stream that is only opened counts too, because the runner may restore a saved state.
         """
         encoded = {task.stream: task.end for part in plans for task in part.encode}
-        found = [
-            (task.stream, task.start, max(task.end, encoded.get(task.stream, 0)))
-            for part in plans
-            for task in part.decode
-        ]
-        computed = {name for name, *_ in found}
+        found: dict[str, tuple[int, int]] = {}
+        for part in plans:
+            for task in part.decode:
+                # A stream that is rebuilt may be in several plans.
+                start, _ = found.get(task.stream, (task.start, 0))
+                found[task.stream] = start, max(task.end, encoded.get(task.stream, 0))
         for part in plans:
             for opened in part.opened:
                 stream = self.scheduler.streams.get(opened.stream)
-                if stream is not None and opened.stream not in computed:
-                    found.append((opened.stream, stream.computed, stream.computed + 1))
-        return found
+                if stream is not None:
+                    found.setdefault(opened.stream, (stream.computed, stream.computed + 1))
+        return [(name, start, end) for name, (start, end) in found.items()]
 
     def _execute(self, plan: StepPlan) -> LaunchedStep:
         launches = self.listener.launches if self.listener is not None else 0

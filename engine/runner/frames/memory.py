@@ -180,9 +180,9 @@ CONTEXT_FRAMES = 3
 SPARE_EMBEDS = 1024
 # Most positions of a stream that a rebuild computes in one step.
 REPLAY_POSITIONS = 64
-# Most encoder-cache rows of a stream: those of such a step, and of the item before them, which may not be finished. An
-# item of a replay has a quarter as many positions.
-EMBEDS_PER_STREAM = REPLAY_POSITIONS + REPLAY_POSITIONS // 4
+# Most encoder-cache rows of a stream: those of two such steps, which may be under way at once, and of the item before
+# them, which may not be finished. An item of a replay has a quarter as many positions.
+EMBEDS_PER_STREAM = 2 * REPLAY_POSITIONS + REPLAY_POSITIONS // 4
 # Memory for libraries, kernels, graphs and fragmentation: measured, plus a reserve.
 FIXED_WORKSPACE_BYTES = 2 * GIB
 

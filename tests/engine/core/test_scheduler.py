@@ -341,6 +341,41 @@ class TestFrames:
         assert spans == [(2, 6), (6, 7), (7, 10)]
         assert [output.delta for output in outputs if isinstance(output, Text)] == [" b"]
 
+    def test_a_rebuild_goes_on_in_the_next_plan_before_the_last_one_is_committed(self) -> None:
+        """It needs no results. What follows the known tokens does, and waits."""
+        engine = scheduler(replace(FRAMES, replay_positions=4, embeds_per_stream=32))
+        forced = [0, 1, 2, 0, 1, 3, 0, 0, 2, 0]
+        engine.admit(Open("a", forced_tokens=forced))
+        engine.feed("a", [frame(position) for position in range(2, 16)], 0)
+        plans = [engine.plan() for _ in range(4)]
+        assert [[(task.start, task.end) for task in plan.decode] for plan in plans] == [
+            [(2, 6)],
+            [(6, 10)],
+            [(10, 12)],
+            [],
+        ]
+        assert [plan.rebuilt_positions for plan in plans] == [4, 4, 2, 0]
+        engine.check_integrity()
+        for plan in plans:
+            engine.commit(plan, [DecodeResult(forced[task.start - 2 : task.end - 2]) for task in plan.decode])
+            engine.check_integrity()
+        assert not engine.rebuilding and [task.start for task in engine.plan().decode] == [12]
+
+    def test_a_rebuild_that_ends_with_two_plans_under_way_leaves_its_slot_to_the_next_stream(self) -> None:
+        engine = scheduler(replace(FRAMES, replay_positions=4, embeds_per_stream=32), streams=1)
+        engine.admit(Open("a", forced_tokens=[0] * 8))
+        engine.feed("a", [frame(position) for position in range(2, 12)], 0)
+        old = [engine.plan(), engine.plan()]
+        engine.abort("a")
+        engine.admit(Open("b", forced_tokens=[0] * 8))
+        engine.feed("b", [frame(position, key=b"b") for position in range(2, 12)], 0)
+        new = [engine.plan(), engine.plan()]
+        engine.check_integrity()
+        for plan in (*old, *new):
+            engine.commit(plan, [DecodeResult([0] * (task.end - task.start)) for task in plan.decode])
+            engine.check_integrity()
+        assert engine.streams["b"].computed == 10
+
 
 class TestOrder:
     def test_the_frame_that_waited_longest_goes_first(self) -> None:

@@ -405,6 +405,7 @@ def uploaded(spec: ModelSpec, budgets: list[int | None], laid_aside: list[int], 
     flushes=st.lists(st.tuples(st.integers(1, 50), st.booleans()), max_size=5),
     tokens=st.randoms(use_true_random=False),
     fed_at_once=st.integers(1, 4),
+    ahead=st.integers(0, 3),
 )
 def test_a_rebuild_in_chunks_says_what_one_position_at_a_time_says(
     known: int,
@@ -413,14 +414,16 @@ def test_a_rebuild_in_chunks_says_what_one_position_at_a_time_says(
     flushes: list[tuple[int, bool]],
     tokens: Random,
     fed_at_once: int,
+    ahead: int,
 ) -> None:
-    """Chunks of known tokens reach beyond flushes; the text is ended there all the same."""
+    """Chunks of known tokens reach beyond flushes; the text is ended there all the same. Plans with the next chunks are
+    made while earlier ones are under way."""
     prefix, length = FRAMES.prefix_positions, sum(items)
     model = [tokens.choice([0, 0, 1, 2 + number % 50]) for number in range(length)]
     marks = sorted((min(position, length), ends_text) for position, ends_text in flushes)
 
-    def run(positions: int, batch: int) -> tuple[list[object], list[int]]:
-        spec = replace(FRAMES, replay_positions=positions, embeds_per_stream=24)
+    def run(positions: int, batch: int, ahead: int) -> tuple[list[object], list[int]]:
+        spec = replace(FRAMES, replay_positions=positions, embeds_per_stream=48)
         engine = build(spec, streams=1, step_positions=64, step_embeds=64)
         engine.admit(Open("a", forced_tokens=model[:known]))
         said: list[object] = []
@@ -434,12 +437,17 @@ def test_a_rebuild_in_chunks_says_what_one_position_at_a_time_says(
                     said.append(output)
 
         def drain() -> None:
-            while engine.has_work():
+            under_way: deque[StepPlan] = deque()
+            while engine.has_work() or engine.rebuild_backlog or under_way:
                 plan = engine.plan()
                 lengths.extend(task.end - task.start for task in plan.decode)
-                answers = [DecodeResult(model[task.start - prefix : task.end - prefix]) for task in plan.decode]
-                hear(engine.commit(plan, answers))
+                under_way.append(plan)
                 engine.check_integrity()
+                while len(under_way) > (ahead if plan.decode else 0):
+                    plan = under_way.popleft()
+                    answers = [DecodeResult(model[task.start - prefix : task.end - prefix]) for task in plan.decode]
+                    hear(engine.commit(plan, answers))
+                    engine.check_integrity()
             hear(engine.take_replies())
 
         for tag, (position, ends_text) in enumerate(marks):
@@ -456,8 +464,8 @@ def test_a_rebuild_in_chunks_says_what_one_position_at_a_time_says(
         assert not engine.streams
         return said, lengths
 
-    said, lengths = run(replay_positions, fed_at_once)
-    assert said == run(1, 1)[0]
+    said, lengths = run(replay_positions, fed_at_once, ahead)
+    assert said == run(1, 1, 0)[0]
     assert max(lengths) <= max(replay_positions, scheduler_module.MAX_CATCH_UP_POSITIONS)
 
 

@@ -6,7 +6,8 @@ import base64
 import gc
 import json
 import threading
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from dataclasses import replace
 from itertools import chain, repeat
@@ -255,6 +256,44 @@ def test_keywords_are_favoured_on_the_device_as_their_tree_says_and_after_a_repl
     for _ in range(20):
         driver.step([(again, 1)])
     assert again.tokens == feeds[1].tokens
+
+
+def test_a_rebuild_with_several_plans_under_way_says_what_the_streams_would_have_said() -> None:
+    known = {"a": 150, "b": 97, "c": 31}
+    audio = {name: speech_like(170, seed=seed) for seed, name in enumerate(known)}
+
+    def tokens_with(forced: dict[str, list[int]], ahead: int) -> tuple[dict[str, list[int]], int]:
+        """Tokens of all streams, and in how many plans a stream was that was in the plan before, not committed."""
+        runner = small_runner(3)
+        scheduler = Scheduler(runner.spec, frames_limits(runner.memory), runner.vocabulary)
+        tokens, in_both = {name: list[int]() for name in known}, 0
+        for name, sound in audio.items():
+            scheduler.admit(Open(name, forced_tokens=forced.get(name, [])))
+            for position in range(170):
+                offset, key = runner.spec.prefix_positions + position, f"{name} {position}".encode()
+                item = Item(offset, 1, position * STEP, key, payload(sound, position))
+                scheduler.feed(name, [item], position)
+        under_way: deque[tuple[StepPlan, Callable[[], list[DecodeResult]]]] = deque()
+        while scheduler.has_work() or under_way:
+            plan = scheduler.plan()
+            before = {task.stream for earlier, _ in under_way for task in earlier.decode}
+            in_both += any(task.stream in before for task in plan.decode)
+            under_way.append((plan, runner.launch(plan)))
+            while len(under_way) > (ahead if plan.decode else 0):
+                plan, results = under_way.popleft()
+                answers = results()
+                for task, answer in zip(plan.decode, answers, strict=True):
+                    assert answer.error is None
+                    tokens[task.stream] += answer.tokens
+                scheduler.commit(plan, answers)
+                scheduler.check_integrity()
+        runner.close()
+        return tokens, in_both
+
+    calm, _ = tokens_with({}, 0)
+    assert len({*calm["a"]}) > 5
+    found, in_both = tokens_with({name: calm[name][:count] for name, count in known.items()}, 2)
+    assert found == calm and in_both >= 2
 
 
 def test_a_long_list_of_keywords_is_prepared_once_and_beside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
