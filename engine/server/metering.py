@@ -335,7 +335,7 @@ class RebuildBudget:
     @property
     def _rebuild_goes_on(self) -> bool:
         """Whether all streams with more to rebuild are in a step that is being computed, while no stream is on time.
-        Then the next step is empty: a step of the many others would take longer than the rebuild of these few."""
+        Then the next step goes on with these few, or is empty: a step of the many others would take longer."""
         return bool(self._scheduler.rebuild_backlog) and not self._scheduler.on_time_count
 
     def _others_go_first(self) -> bool:
