@@ -679,7 +679,7 @@ class Scheduler:
         self, live: bool = True, upload_positions: int | None = None, rebuild_positions: int | None = None
     ) -> StepPlan:
         """Plan the next step. Streams in the plan stay out of the queues until `commit`, so no stream is in two plans,
-        even if further plans are made before, unless it is rebuilt (`_rebuilt_further`).
+        even if further plans are made before, unless it is rebuilt (`rebuilt_further`).
 
         Without `live`, the step has no live streams except rebuilds. `upload_positions` limits the positions of
         uploads (None: the rest of the budget), `rebuild_positions` those of rebuilds, which are planned after other
@@ -717,7 +717,7 @@ class Scheduler:
                 self.live = planner.add_all(self.live) + later
             if rebuild_positions:
                 first = len(plan.decode)
-                rebuilt += self._rebuilt_further()
+                rebuilt += self.rebuilt_further()
                 rebuilt.sort(key=_rebuild_order)
                 rebuilt = planner.add_rebuilt(rebuilt, rebuild_positions)
                 plan.rebuilt_positions = sum(task.end - task.start for task in plan.decode[first:])
@@ -738,14 +738,15 @@ class Scheduler:
         for task in plan.decode:
             self._planned.setdefault(task.slot, []).append(task)
 
-    def _rebuilt_further(self) -> list[Stream]:
-        """Return the streams of plans that are not committed in which more could be rebuilt. The device computes the
-        plans in order, and a rebuild needs no results: the next plan may go on where the last one ends."""
+    def rebuilt_further(self) -> list[Stream]:
+        """Return the live streams of plans that are not committed in which more could be rebuilt. The device computes
+        the plans in order, and a rebuild needs no results: the next plan may go on where the last one ends."""
         streams = (self.streams[name] for name in self.rebuilding)
         return [
             stream
             for stream in streams
-            if stream.slot in self._planned
+            if stream.live
+            and stream.slot in self._planned
             and stream.rebuild_stop(self.spec) > stream.rebuild_start
             and stream.id not in self.suspects
         ]

@@ -360,7 +360,10 @@ def attend(fused: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads, 
 
 
 def store(fused: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads) -> Tensor:
-    """Store rotated keys and values in their pages; returns the rotated queries. See `layers.store_reference`."""
+    """Store rotated keys and values in their pages; returns the rotated queries. See `layers.store_reference`. Raises
+    ValueError if the numbers of heads or their width are not powers of two."""
+    if any(size & (size - 1) for size in (heads.query_heads, heads.kv_heads, heads.dim)):
+        raise ValueError(f"{heads}: the numbers of heads and their width must be powers of two on a GPU")
     query = torch.empty(fused.shape[0], heads.query_heads * heads.dim, dtype=fused.dtype, device=fused.device)
     data, scales = _layer_of(pages, layer)
     _rotate_store_kernel[(fused.shape[0], 3)](

@@ -18,6 +18,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +95,23 @@ def upload(values: NDArray[Any], device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
+@cache
+def _queue_of(device: torch.device, purpose: str, priority: int) -> torch.cuda.Stream:
+    """Torch has 32 queues of each priority and gives them out in turn. A process that asked for more would share one
+    with the recorded steps, and with it the working memory of cuBLAS."""
+    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+
+
 class SideQueue:
     """Another queue of a CUDA device, for work that runs beside the steps in the main queue. A device of another kind
     has one queue: work is done at once, and nothing waits."""
 
-    def __init__(self, device: torch.device, priority: int = 0) -> None:
-        """Of queues that wait, the one with the lower number of `priority` goes first."""
+    def __init__(self, device: torch.device, purpose: str, priority: int = 0) -> None:
+        """Queues of the same purpose are one. Of queues that wait, the one with the lower number of `priority` goes
+        first."""
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+            self.stream = _queue_of(device, purpose, priority)
             self.wait_for_main()
 
     def used(self) -> AbstractContextManager[object]:

@@ -373,7 +373,7 @@ class DeviceSpeechDetector(Detector):
                 longer = [size for size in LONGER_ROUND_SIZES if size < buffers.capacity]
                 sizes = [*longer, buffers.capacity] if buffers.new_samples > ROUND_SAMPLES else ()
                 buffers.graphs = StepGraphs(partial(self._round, buffers), buffers.capacity, sizes)
-        self._queue = SideQueue(device, QUEUE_PRIORITY)
+        self._queue = SideQueue(device, "speech detection", QUEUE_PRIORITY)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

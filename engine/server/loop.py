@@ -78,7 +78,8 @@ logger = logging.getLogger(__name__)
 
 # Errors that refuse a command and leave an open stream unchanged.
 _REFUSALS = (DuplicateStream, UnknownStream, StreamFinished)
-# Steps that the device may be computing while the next one is planned, if the runner overlaps steps.
+# Steps that the device may be computing while the next one is planned, if the runner overlaps steps. With more,
+# `EncoderInputs.encode` of the frame-synchronous runner would have to know which streams the plans before have ended.
 STEPS_AHEAD = 1
 
 

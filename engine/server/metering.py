@@ -336,7 +336,7 @@ class RebuildBudget:
     def _rebuild_goes_on(self) -> bool:
         """Whether all streams with more to rebuild are in a step that is being computed, while no stream is on time.
         Then the next step goes on with these few, or is empty: a step of the many others would take longer."""
-        return bool(self._scheduler.rebuild_backlog) and not self._scheduler.on_time_count
+        return not self._scheduler.on_time_count and bool(self._scheduler.rebuilt_further())
 
     def _others_go_first(self) -> bool:
         """Whether the next step is for streams that are not rebuilt."""

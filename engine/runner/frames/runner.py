@@ -204,7 +204,7 @@ class EncoderInputs:
         self.spare_row = embeds + 1
         width = config.audio.width * config.rows_per_position
         self.rows = torch.zeros(embeds + 2, width, dtype=model.dtype, device=model.device)
-        self._queue = SideQueue(model.device)
+        self._queue = SideQueue(model.device, "encoding")
 
     def write_silence(self) -> None:
         """Compute row 0."""
@@ -683,15 +683,16 @@ class VoxtralRunner(Runner):
     def _compile_chunks(self) -> None:
         """Run chunks of every length once, and record them, so that the first rebuild need not compile kernels or
         allocate memory. These chunks write to the padding page."""
-        silence = np.zeros(self._encoder_inputs.payload_samples, np.float32)
-        spare = Payloads([self._encoder_inputs.spare_row] * ENCODE_BATCH, [silence] * ENCODE_BATCH)
-        self._encoder_inputs.encode(spare, ended=False)
         for size in self._chunk_sizes:
             chunk = Chunk(self.memory.streams, 0, [SILENCE_ROW] * size, [STREAMING_PAD] * size, 1)
             for streams in (1, min(self.memory.streams, self._max_chunks(size))):
                 self.passes.chunks([chunk] * streams)
         for _, graphs in self._chunk_graphs.values():
             graphs.capture(pool_of=self._graphs)
+        # Last, because recording frees memory that no graph has.
+        silence = np.zeros(self._encoder_inputs.payload_samples, np.float32)
+        spare = Payloads([self._encoder_inputs.spare_row] * ENCODE_BATCH, [silence] * ENCODE_BATCH)
+        self._encoder_inputs.encode(spare, ended=False)
         torch.cuda.synchronize()
 
     @staticmethod

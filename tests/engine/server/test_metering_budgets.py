@@ -437,6 +437,17 @@ class TestRebuilding:
         last_rebuild = max(number for number, plan in enumerate(runner.plans) if plan.rebuilt_positions)
         assert others[-1] < last_rebuild, "they waited until all others were rebuilt"
 
+    @pytest.mark.parametrize("overlaps", [False, True])
+    def test_an_upload_that_lost_its_engine_does_not_wait_for_rebuilds_of_live_streams(self, overlaps: bool) -> None:
+        """It is rebuilt among the uploads, and there may be no live stream."""
+        loop, runner = self.loop(4)
+        runner.overlaps_steps = overlaps
+        loop.submit([Open("u", live=False, forced_tokens=[1] * 2000), audio("u", 0, 2000, REBUILT)], 0)
+        drain(loop)
+        assert not loop.scheduler.rebuilding
+        empty = sum(not plan.decode for plan in runner.plans)
+        assert empty <= len(runner.plans) - empty
+
     def test_an_engine_with_a_windowed_model_sets_no_bound_for_replays(self) -> None:
         assert loop_of(Batching(Clock(), spec=WINDOWED)).replay_positions_under_way == 0
 
