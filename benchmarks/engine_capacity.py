@@ -225,8 +225,9 @@ class Bench:
         while replays or loop.has_work():
             submit_began = time.perf_counter_ns()
             while replays and (loop.replay_room or not scheduler.rebuild_backlog):
-                # In turn, as many as gateways would send at the same time.
-                turn = min(len(replays), loop.replay_positions_under_way // (2 * spec.replay_positions)) - 1
+                # In turn, as many as gateways would send at the same time: `POSITIONS_A_REPLAY` of
+                # `engine/client/link.py`.
+                turn = min(len(replays), loop.replay_positions_under_way // (4 * spec.replay_positions)) - 1
                 source = replays.popleft()
                 loop.submit(source.popleft(), submit_began)
                 if source:

@@ -26,6 +26,7 @@ import numpy as np
 from benchmarks.engines import SPEC, NullDetector, NullRunner, room_for
 from benchmarks.host_cost import Line
 from benchmarks.measuring import parser_of, run_command, show
+from benchmarks.random_weights import WORDS_IN_TEN_FRAMES
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.replay import JOINED_POSITIONS
@@ -52,8 +53,6 @@ from realtime.bench.statistics import percentile
 FRAME_S = 0.08
 # Positions that are rebuilt of each stream: the decoder's window.
 WINDOW = 1024
-# Share of the frames that have a word.
-WORDS = 0.3
 # Positions of a turn, 5 s: the replay has a flush after each.
 TURN = 62
 REBUILT_SPEC = replace(SPEC, replay_positions=REPLAY_POSITIONS, embeds_per_stream=EMBEDS_PER_STREAM)
@@ -330,7 +329,7 @@ class Simulation:
     def _open(self, number: int, known: int) -> None:
         gateway, name = self.gateways[number % len(self.gateways)], f"item_{number:06d}"
         session = Session(name, known, turn_end=1 + number % TURN, begun_at=self.clock.now)
-        session.until_word = int(self._random.geometric(WORDS))
+        session.until_word = int(self._random.geometric(WORDS_IN_TEN_FRAMES / 10))
         gateway.sessions[name] = session
         away_s = self._options.away if known else 0.0
         self._frames[name] = self.clock.now - away_s + FRAME_S * (number % 97) / 97, known

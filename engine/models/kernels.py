@@ -286,9 +286,7 @@ def _add_block(
     v = tl.load(tile + KEYS * PAGE * DIM)
     pair = tl.load(scales + (page * KEYS + key_head) * PAGE + r % PAGE) if EIGHT_BIT else 0
     age = query_row[:, None] - (block * BLOCK_PAGES * PAGE + r)[None, :]
-    return _add_page(
-        q, k, v, pair, age, window, softmax_scale, acc, running_max, running_sum, MASKED, EIGHT_BIT
-    )  # fmt: skip
+    return _add_page(q, k, v, pair, age, window, softmax_scale, acc, running_max, running_sum, MASKED, EIGHT_BIT)
 
 
 @triton.jit
